@@ -265,9 +265,15 @@ def build_scorer(
         weights = load_network(config, source.hparams, open_checkpoint(source.files, config.model))
     steps = config.limits(choose_device(config.model).type)
     made = make_runner(config, source.hparams, weights, steps)
-    scorer = Scorer(made.runner, weights.network, limits, size, source.hparams.vocab_size)
+    scorer = Scorer(
+        runner=made.runner,
+        network=weights.network,
+        limits=limits,
+        block_size=size,
+        vocab_size=source.hparams.vocab_size,
+    )
     choices = [*weights.choices, made.kv_format.choice]
-    return BuiltScorer(scorer, weights, choices, made.memory)
+    return BuiltScorer(scorer=scorer, weights=weights, choices=choices, memory=made.memory)
 
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:
@@ -340,7 +346,9 @@ def _open_speculation(
         return _NoSpeculation()
     from windlass.speculative.setup import SpeculationSetup
 
-    return SpeculationSetup(config, source.files, source.hparams, weights)
+    return SpeculationSetup(
+        config=config, files=source.files, hparams=source.hparams, loaded=weights
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def mappings() -> Iterator[Mapping]:
     for line in lines:
         address_range, rights, *_, file = f"{line} ".split(" ", maxsplit=5)
         first, end = (int(part, 16) for part in address_range.split("-"))
-        yield Mapping(first, end, rights, file.strip())
+        yield Mapping(first=first, end=end, rights=rights, file=file.strip())
 
 
 def give_back(first: int, length: int) -> None:

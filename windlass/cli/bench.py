@@ -168,7 +168,7 @@ def formats(
         options=options.engine_values(),
         names=split_names(formats or ""),
         data=data,
-        cut=Cut("strided", context, stride, max_windows),
+        cut=Cut(method="strided", context=context, stride=stride, max_windows=max_windows),
         inputs=FormatInputs(calibration, gguf_dir),
         num_samples=samples,
         sample_tokens=sample_tokens,

@@ -82,7 +82,7 @@ def eval(
     check_path("--json", json)
     from windlass.tools.eval.windows import Cut
 
-    cut = Cut(method, context, stride, max_windows)  # type: ignore[arg-type]
+    cut = Cut(method=method, context=context, stride=stride, max_windows=max_windows)  # type: ignore[arg-type]
     if tasks is not None:
         from windlass.tools.eval.tasks import TaskOptions, run_tasks
 

@@ -245,7 +245,7 @@ def _replay(options: Options, given: Mapping[str, Any]) -> int:
         config = replace(
             config, cache=replace(config.cache, kv_cache_dtype=given["kv_cache_dtype"])
         )
-    what_if = WhatIf(config, given["step_costs"], log, loads)
+    what_if = WhatIf(config=config, costs=given["step_costs"], log=log, loads=loads)
     if given["check"]:
         finish(what_if.check(loads, slo, given["repeat"]), given["output"])
         return 0

@@ -64,7 +64,7 @@ def parse_line(line: str, default_id: str) -> Job:
     elif not isinstance(prompt, str):
         raise RequestError(f"prompt must be a string, got {prompt!r}.", "prompt")
     sampling_params(record)
-    return Job(job_id, prompt, messages, record)
+    return Job(id=job_id, prompt=prompt, messages=messages, sampling=record)
 
 
 def _unknown(key: str) -> str:

@@ -33,7 +33,13 @@ class KVAllocator:
         pool, size = self.pool, self._limits.block_size
         num_cached = pool.num_cached_free()
         unfilled = (len(each.blocks) * size - each.computed for each in running)
-        return BlockUse(pool.num_used, num_cached, pool.num_free - num_cached, size, sum(unfilled))
+        return BlockUse(
+            num_used=pool.num_used,
+            num_cached=num_cached,
+            num_free=pool.num_free - num_cached,
+            block_size=size,
+            num_unfilled=sum(unfilled),
+        )
 
     def find(self, request: Request) -> list[BlockId]:
         """The blocks of the request's longest cached prefix."""

@@ -202,7 +202,9 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step: running requests first, then queued ones in policy order."""
-        plan = StepPlan([], [], [], [], self._count.num_steps, [])
+        plan = StepPlan(
+            rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps, adapters=[]
+        )
         step = Step(plan, self._limits, self._budget)
         num_before = self._count.num_preemptions
         accounting = self.accounting

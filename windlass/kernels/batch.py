@@ -89,7 +89,7 @@ class KVCache:
         if len(self._owned) == 1:
             return LayerKV(keys, values)
         key_scales, value_scales = self._owned[1][layer]
-        return LayerKV(keys, values, key_scales, value_scales)
+        return LayerKV(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
     @property
     def num_bytes(self) -> int:

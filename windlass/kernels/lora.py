@@ -71,7 +71,9 @@ class Stacks:
             chunks.append(matrix[: ranks.stop - start])
             if self.scales is not None:
                 scales = self.scales[slot, part, ranks]
-            delta = LoraDelta(slice(first, first + size), down[ranks], chunks[-1], scales)
+            delta = LoraDelta(
+                outputs=slice(first, first + size), down=down[ranks], up=chunks[-1], scales=scales
+            )
             self.deltas[slot].append(delta)
         return down[:rank], chunks
 

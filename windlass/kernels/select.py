@@ -155,6 +155,8 @@ def select(operation: str, need: Need) -> Selection:
         if why is None:
             module, name = candidate.where.split(":")
             function = getattr(import_module(module), name)
-            return Selection(operation, candidate.name, function, refusals)
+            return Selection(
+                operation=operation, name=candidate.name, function=function, refusals=refusals
+            )
         refusals[candidate.name] = why
     raise AssertionError(f"the reference implementation of {operation} refused")

@@ -52,17 +52,17 @@ class Attention(nn.Module):
         out, kv_out = total.num_q * total.dim, total.num_kv * total.dim
         parts = {"q_proj": out, "k_proj": kv_out, "v_proj": kv_out}
         self.qkv_proj = Linear(
-            parts,
-            shape.input_size or shape.hidden_size,
-            method_for(parts),
-            group,
+            parts=parts,
+            num_in=shape.input_size or shape.hidden_size,
+            method=method_for(parts),
+            group=group,
             bias=dtype if shape.qkv_bias else None,
         )
         self.o_proj = Linear(
-            {"o_proj": shape.hidden_size},
-            out,
-            method_for(["o_proj"]),
-            group,
+            parts={"o_proj": shape.hidden_size},
+            num_in=out,
+            method=method_for(["o_proj"]),
+            group=group,
             shard="in",
             bias=dtype if shape.o_bias else None,
         )

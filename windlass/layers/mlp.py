@@ -30,12 +30,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.ops = ops
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(parts, hidden_size, method_for(parts), group, bias=bias)
+        self.gate_up_proj = Linear(
+            parts=parts, num_in=hidden_size, method=method_for(parts), group=group, bias=bias
+        )
         self.down_proj = Linear(
-            {"down_proj": hidden_size},
-            intermediate_size,
-            method_for(["down_proj"]),
-            group,
+            parts={"down_proj": hidden_size},
+            num_in=intermediate_size,
+            method=method_for(["down_proj"]),
+            group=group,
             shard="in",
             bias=bias,
         )

@@ -210,7 +210,9 @@ def _entry(name: str, entry: Any, first: int) -> StoredTensor:
     bits = _bits(dtype)
     if bits and math.prod(shape) * bits != (end - start) * 8:
         raise ValueError(f"tensor {name} of {shape} {dtype} has {end - start} bytes")
-    return StoredTensor(tuple(shape), dtype.lower(), end - start, first + start)
+    return StoredTensor(
+        shape=tuple(shape), format=dtype.lower(), num_bytes=end - start, start=first + start
+    )
 
 
 @functools.cache

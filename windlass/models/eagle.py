@@ -121,13 +121,19 @@ class Eagle(Weights):
         self.input_norm = norm(NUM_AUX_LAYERS * size) if norms.norm_before_fc else None
         indices = range(NUM_AUX_LAYERS if norms.fc_norm else 0)
         self.fc_norm = nn.ModuleList(norm(size) for _ in indices)
-        self.fc = Linear({"fc": size}, NUM_AUX_LAYERS * size, method, parts.mesh.tp)
+        self.fc = Linear(
+            parts={"fc": size}, num_in=NUM_AUX_LAYERS * size, method=method, group=parts.mesh.tp
+        )
         self.midlayer = EagleLayer(hparams, parts)
         self.norm = norm(size)
-        self.lm_head = Linear({"lm_head": draft_vocab}, size, method, parts.mesh.tp)
+        self.lm_head = Linear(
+            parts={"lm_head": draft_vocab}, num_in=size, method=method, group=parts.mesh.tp
+        )
         self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
         inv_freq, scale = frequencies(hparams.rope)
-        self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
+        self.rotary = Rotary(
+            inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
+        )
 
     def fuse_aux_hidden_states(self, aux_hidden_states: Sequence[Tensor]) -> Tensor:
         """Fuse the target's aux hidden states into one hidden state per position."""
@@ -202,7 +208,14 @@ def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
 
     norms = (layer.input_layernorm, layer.hidden_norm)
     gains, hidden_gains = (norm.weight for norm in norms)
-    return FusedSteps(table, gains, hidden_gains, norms[0].eps, head.d2t, head.max_positions)
+    return FusedSteps(
+        table=table,
+        gains=gains,
+        hidden_gains=hidden_gains,
+        eps=norms[0].eps,
+        offsets=head.d2t,
+        max_positions=head.max_positions,
+    )
 
 
 def aux_layers_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:

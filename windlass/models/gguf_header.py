@@ -130,7 +130,12 @@ class _Parser:
         self._expect(num_pairs, 12, "metadata entries")
         metadata = dict(self._pair() for _ in range(num_pairs))
         entries = [self._tensor() for _ in range(num_tensors)]
-        return GGUFHeader(self._path, version, metadata, self._placed(entries, metadata))
+        return GGUFHeader(
+            path=self._path,
+            version=version,
+            metadata=metadata,
+            tensors=self._placed(entries, metadata),
+        )
 
     def _number(self, code: str) -> Any:
         try:
@@ -228,11 +233,11 @@ class _Parser:
             tensors[name] = self._checked(
                 name,
                 GGUFTensor(
-                    shape,
-                    kind,
-                    type_id,
-                    start + offset,
-                    math.prod(shape) // kind.block_size * kind.block_bytes,
+                    shape=shape,
+                    type=kind,
+                    type_id=type_id,
+                    offset=start + offset,
+                    num_bytes=math.prod(shape) // kind.block_size * kind.block_bytes,
                 ),
             )
         return tensors

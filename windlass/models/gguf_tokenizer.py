@@ -47,10 +47,10 @@ def load_text(header: GGUFHeader) -> TextSide:
     )
     template = chat_template(header)
     return TextSide(
-        backend,
-        {f"{name}_token": text for name, (text, _) in named.items()},
-        _eos_ids(metadata, template or ""),
-        template,
+        backend=backend,
+        special_tokens={f"{name}_token": text for name, (text, _) in named.items()},
+        eos_ids=_eos_ids(metadata, template or ""),
+        chat_template=template,
     )
 
 

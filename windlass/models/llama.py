@@ -43,7 +43,7 @@ class Block(nn.Module):
             window=hparams.sliding_windows[index],
         )
         self.input_layernorm = RMSNorm(
-            hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
+            size=hparams.hidden_size, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops
         )
         self.self_attn = Attention(
             index=index,
@@ -54,7 +54,7 @@ class Block(nn.Module):
             dtype=parts.dtype,
         )
         self.post_attention_layernorm = RMSNorm(
-            hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops
+            size=hparams.hidden_size, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops
         )
         self.mlp = GatedMLP(
             hidden_size=hparams.hidden_size,
@@ -90,9 +90,13 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = table or _embedding(hparams, parts)
         self.layers = nn.ModuleList(Block(i, hparams, parts) for i in range(hparams.num_layers))
-        self.norm = RMSNorm(hparams.hidden_size, hparams.norm_eps, parts.dtype, parts.ops)
+        self.norm = RMSNorm(
+            size=hparams.hidden_size, eps=hparams.norm_eps, dtype=parts.dtype, ops=parts.ops
+        )
         inv_freq, scale = frequencies(hparams.rope)
-        self.rotary = Rotary(inv_freq, scale, parts.max_positions, parts.device)
+        self.rotary = Rotary(
+            inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
+        )
 
     def forward(
         self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
@@ -126,10 +130,10 @@ class Llama(Network):
         self.tied = hparams.tie_embeddings
         method = parts.method_for("", ["lm_head"])
         head = Linear(
-            {"model.embed_tokens" if self.tied else "lm_head": hparams.vocab_size},
-            hparams.hidden_size,
-            method,
-            parts.mesh.tp,
+            parts={"model.embed_tokens" if self.tied else "lm_head": hparams.vocab_size},
+            num_in=hparams.hidden_size,
+            method=method,
+            group=parts.mesh.tp,
         )
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
             hparams.vocab_size, hparams.hidden_size

@@ -105,7 +105,7 @@ def _targets(path: str, module: nn.Module) -> Iterator[_TensorTarget]:
         own = f"{path}." if path else ""
         for name, meta in module.named_parameters(recurse=False):
             spec = ParamSpec(tuple(meta.shape), meta.dtype)
-            yield _TensorTarget(f"{own}{name}", spec, module, None, name)
+            yield _TensorTarget(name=f"{own}{name}", spec=spec, owner=module, part=None, local=name)
         return
     parent = path.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -114,7 +114,9 @@ def _targets(path: str, module: nn.Module) -> Iterator[_TensorTarget]:
         if module.bias is not None:
             specs = specs | {"bias": ParamSpec((num_out,), module.bias.dtype)}
         for name, spec in specs.items():
-            yield _TensorTarget(f"{prefix}{part}.{name}", spec, module, part, name)
+            yield _TensorTarget(
+                name=f"{prefix}{part}.{name}", spec=spec, owner=module, part=part, local=name
+            )
 
 
 class _Reader:

@@ -62,7 +62,9 @@ class Methods:
         plain = [method for method in methods if isinstance(method, Unquantised)]
         names = " + ".join(dict.fromkeys(method.name for method in plain))
         reasons = "; ".join(dict.fromkeys(method.reason for method in plain))
-        return Unquantised(self.linears.dtype, self.linears.gemm, names, reasons)
+        return Unquantised(
+            dtype=self.linears.dtype, gemm=self.linears.gemm, name=names, reason=reasons
+        )
 
 
 def choose_methods(
@@ -74,7 +76,12 @@ def choose_methods(
 
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
         table_dtype = table.dtype if isinstance(table, FileDtype) else None
-        return Methods(method_of, linears, Choice("weights", value, reason), table_dtype)
+        return Methods(
+            method_of=method_of,
+            linears=linears,
+            choice=Choice("weights", value, reason),
+            table_dtype=table_dtype,
+        )
 
     found = detect(hparams.quantization, hparams.source, linears)
     types = _quantised_types(checkpoint)
@@ -233,7 +240,7 @@ class _FromGgufTypes:
                 self.methods[key] = Gguf(kind, self.linears)
             else:
                 dtype, gemm = self.linears.dtype, self.linears.gemm
-                self.methods[key] = Unquantised(dtype, gemm, kind, reason)
+                self.methods[key] = Unquantised(dtype=dtype, gemm=gemm, name=kind, reason=reason)
         return self.methods[key]
 
     def _why_dequantised(self, kind: str, shape: tuple[int, ...]) -> str | None:

@@ -103,7 +103,7 @@ def _file(name: str, path: Path, config: ModelConfig) -> ModelFiles:
                 f"{path}: is only a config. Give its folder, or use --load-format dummy for "
                 "random weights."
             )
-        return ModelFiles(name, "folder", path.parent, ())
+        return ModelFiles(name=name, kind="folder", path=path.parent, weights=())
     if path.suffix != ".gguf":
         _refuse_pickles(path.parent, path.name)
         raise CheckpointError(
@@ -112,15 +112,17 @@ def _file(name: str, path: Path, config: ModelConfig) -> ModelFiles:
         )
     _refuse_split(path)
     weights = () if config.load_format == "dummy" else (path,)
-    return ModelFiles(name, "gguf", path, weights)
+    return ModelFiles(name=name, kind="gguf", path=path, weights=weights)
 
 
 def _folder(name: str, folder: Path, config: ModelConfig) -> ModelFiles:
     if config.load_format == "dummy":
-        return ModelFiles(name, "folder", folder, ())
+        return ModelFiles(name=name, kind="folder", path=folder, weights=())
     index = folder / INDEX
     if index.is_file():
-        return ModelFiles(name, "folder", folder, _shards(index), index)
+        return ModelFiles(
+            name=name, kind="folder", path=folder, weights=_shards(index), index=index
+        )
     single = folder / "model.safetensors"
     found = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
     if not found:
@@ -129,7 +131,7 @@ def _folder(name: str, folder: Path, config: ModelConfig) -> ModelFiles:
             f"{folder}: has config.json but no .safetensors file (pickled weights are never "
             "loaded). Download or convert the weights, or use --load-format dummy for random weights."
         )
-    return ModelFiles(name, "folder", folder, found)
+    return ModelFiles(name=name, kind="folder", path=folder, weights=found)
 
 
 def _shards(index: Path) -> tuple[Path, ...]:

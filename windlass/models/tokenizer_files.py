@@ -37,7 +37,12 @@ def load_text(path: Path) -> TextSide:
     special |= {name: text for name in _NAMES if (text := _content(named.get(name))) is not None}
     _add_listed(backend, settings.get("added_tokens_decoder") or {}, folder)
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return TextSide(backend, special, () if eos is None else (eos,), chat_template(folder))
+    return TextSide(
+        backend=backend,
+        special_tokens=special,
+        eos_ids=() if eos is None else (eos,),
+        chat_template=chat_template(folder),
+    )
 
 
 def _file(path: Path) -> Path:

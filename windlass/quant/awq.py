@@ -42,9 +42,13 @@ class Awq(FileMethod):
         words = num_out // _PER_WORD
         out, scale_in = Axis(1, _PER_WORD), Axis(0, group)
         return {
-            "qweight": ParamSpec((num_in, words), torch.int32, out, Axis(0)),
-            "qzeros": ParamSpec((num_in // group, words), torch.int32, out, scale_in),
-            "scales": ParamSpec((num_in // group, num_out), torch.float32, Axis(1), scale_in),
+            "qweight": ParamSpec(shape=(num_in, words), dtype=torch.int32, out=out, into=Axis(0)),
+            "qzeros": ParamSpec(
+                shape=(num_in // group, words), dtype=torch.int32, out=out, into=scale_in
+            ),
+            "scales": ParamSpec(
+                shape=(num_in // group, num_out), dtype=torch.float32, out=Axis(1), into=scale_in
+            ),
         }
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:

@@ -44,12 +44,12 @@ def affine(
     scales = lossless_half(scales)
     if bits <= 4:
         offsets = lossless_half(-zeros * scales.float())
-        return Int4Group(pack_nibbles(codes), scales, offsets, perm)
+        return Int4Group(codes=pack_nibbles(codes), scales=scales, offsets=offsets, perm=perm)
     signed = (codes ^ 128).view(torch.int8)  # unsigned minus 128
     if isinstance(zeros, int) and zeros == 128:
         return Int8Group(signed, scales, perm=perm)
     offsets = lossless_half((128 - zeros) * scales.float())
-    return Int8Group(signed, scales, offsets, perm)
+    return Int8Group(codes=signed, scales=scales, offsets=offsets, perm=perm)
 
 
 def lossless_half(values: Tensor) -> Tensor:

@@ -134,7 +134,9 @@ class BnbInt8(FileMethod):
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         del part
         return {
-            "weight": ParamSpec((num_out, num_in), torch.int8, Axis(0), Axis(1)),
+            "weight": ParamSpec(
+                shape=(num_out, num_in), dtype=torch.int8, out=Axis(0), into=Axis(1)
+            ),
             "SCB": ParamSpec((num_out,), torch.float32, Axis(0)),
             # Row permutation of older versions; 0: none.
             "weight_format": ParamSpec((1,), torch.uint8, optional=True),

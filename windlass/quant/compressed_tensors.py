@@ -103,7 +103,9 @@ def _method(group: Settings, default: Any, linears: Linears) -> FileMethod:
             f"{group.where}: the format {kind!r} contradicts weights.type {stored.raw('type')!r}."
         )
     activation = _activation(group.section("input_activations"), weights)
-    return CompressedTensors(kind == _PACKED, weights, activation, linears)
+    return CompressedTensors(
+        packed=kind == _PACKED, weights=weights, activation=activation, linears=linears
+    )
 
 
 def _weight_args(stored: Settings) -> WeightArgs:
@@ -213,11 +215,15 @@ class CompressedTensors(FileMethod):
         else:
             group = weights.groups.of(part, num_in)
             scales = (num_out, num_in // group)
-            params["weight_scale"] = ParamSpec(scales, torch.float32, Axis(0), Axis(1, group))
+            params["weight_scale"] = ParamSpec(
+                shape=scales, dtype=torch.float32, out=Axis(0), into=Axis(1, group)
+            )
         if not weights.is_float:
             params["weight_zero_point"] = self._zero_points(params["weight_scale"], num_out)
         if weights.act_order:
-            params["weight_g_idx"] = ParamSpec((num_in,), torch.int64, None, Axis(0))
+            params["weight_g_idx"] = ParamSpec(
+                shape=(num_in,), dtype=torch.int64, out=None, into=Axis(0)
+            )
         if self._activation == "tensor":
             params["input_scale"] = ParamSpec((1,), torch.float32)
             params["input_zero_point"] = ParamSpec((1,), torch.int8, optional=True)
@@ -227,21 +233,31 @@ class CompressedTensors(FileMethod):
         weights = self._weights
         if not self._packed:
             dtype = torch.float8_e4m3fn if weights.is_float else torch.int8
-            return {"weight": ParamSpec((num_out, num_in), dtype, Axis(0), Axis(1))}
+            return {
+                "weight": ParamSpec(shape=(num_out, num_in), dtype=dtype, out=Axis(0), into=Axis(1))
+            }
         words = (num_out, num_words(num_in, weights.bits))
         into = Axis(1, 32 // weights.bits)
         return {
-            "weight_packed": ParamSpec(words, torch.int32, Axis(0), into),
+            "weight_packed": ParamSpec(shape=words, dtype=torch.int32, out=Axis(0), into=into),
             "weight_shape": ParamSpec((2,), torch.int64),
         }
 
     def _zero_points(self, scale: ParamSpec, num_out: int) -> ParamSpec:
         optional = self._weights.symmetric
         if not self._packed or self._weights.per_tensor:
-            return ParamSpec(scale.shape, torch.int8, scale.out, scale.into, optional=optional)
+            return ParamSpec(
+                shape=scale.shape,
+                dtype=torch.int8,
+                out=scale.out,
+                into=scale.into,
+                optional=optional,
+            )
         unit = 32 // self._weights.bits
         shape = (num_words(num_out, self._weights.bits), scale.shape[1])
-        return ParamSpec(shape, torch.int32, Axis(0, unit), scale.into, optional=optional)
+        return ParamSpec(
+            shape=shape, dtype=torch.int32, out=Axis(0, unit), into=scale.into, optional=optional
+        )
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         input_scale = part.scales("input_scale") if self._activation == "tensor" else None

@@ -55,7 +55,7 @@ class Fp8(FileMethod):
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         del part
         shape = (num_out, num_in)
-        weight = ParamSpec(shape, torch.float8_e4m3fn, Axis(0), Axis(1))
+        weight = ParamSpec(shape=shape, dtype=torch.float8_e4m3fn, out=Axis(0), into=Axis(1))
         if self._block is not None:
             return {"weight": weight, "weight_scale_inv": block_scales(shape, self._block)}
         params = {"weight": weight, "weight_scale": ParamSpec((1,), torch.float32)}
@@ -70,10 +70,17 @@ class Fp8(FileMethod):
             return Float8(part["weight"], scales, self._activation, block=self._block)
         input_scale = part.scales("input_scale") if self._activation == "tensor" else None
         scales = part.scales("weight_scale").view(1, 1)
-        return Float8(part["weight"], scales, self._activation, input_scale)
+        return Float8(
+            codes=part["weight"],
+            scales=scales,
+            activation=self._activation,
+            input_scale=input_scale,
+        )
 
 
 def block_scales(shape: Shape, block: tuple[int, int]) -> ParamSpec:
     """One scale per block. The last block of an axis may be partial."""
     counts = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
-    return ParamSpec(counts, torch.float32, Axis(0, block[0]), Axis(1, block[1]))
+    return ParamSpec(
+        shape=counts, dtype=torch.float32, out=Axis(0, block[0]), into=Axis(1, block[1])
+    )

@@ -29,7 +29,11 @@ class Gguf(PackedMethod):
         kind = self._kind
         row_bytes = num_in // kind.values * kind.num_bytes
         into = Axis(1, kind.values, kind.num_bytes)
-        return {"weight": ParamSpec((num_out, row_bytes), torch.uint8, Axis(0), into, raw=True)}
+        return {
+            "weight": ParamSpec(
+                shape=(num_out, row_bytes), dtype=torch.uint8, out=Axis(0), into=into, raw=True
+            )
+        }
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         del shape

@@ -54,7 +54,13 @@ def pack(blocks: Tensor, kind: Kind) -> Packed:
     if kind.codebook is not None:
         table = torch.tensor(kind.codebook.values, dtype=torch.int8, device=blocks.device)
         scales = _exact_half(block.scales)
-        return Table4(block.codes, table, scales, block.sub_scales, kind.codebook.unit)
+        return Table4(
+            codes=block.codes,
+            table=table,
+            scales=scales,
+            sub_scales=block.sub_scales,
+            unit=kind.codebook.unit,
+        )
     scales = as_half(block.scales)
     offsets = None if block.offsets is None else as_half(block.offsets)
     if kind.bits > 4:

@@ -56,10 +56,16 @@ class Gptq(FileMethod):
         words_in, words_out = num_words(num_in, bits), num_words(num_out, bits)
         out, into, per_group = Axis(1, unit, width), Axis(0, unit, width), Axis(0, group)
         return {
-            "qweight": ParamSpec((words_in, num_out), torch.int32, Axis(1), into),
-            "qzeros": ParamSpec((num_in // group, words_out), torch.int32, out, per_group),
-            "scales": ParamSpec((num_in // group, num_out), torch.float32, Axis(1), per_group),
-            "g_idx": ParamSpec((num_in,), torch.int64, None, Axis(0)),
+            "qweight": ParamSpec(
+                shape=(words_in, num_out), dtype=torch.int32, out=Axis(1), into=into
+            ),
+            "qzeros": ParamSpec(
+                shape=(num_in // group, words_out), dtype=torch.int32, out=out, into=per_group
+            ),
+            "scales": ParamSpec(
+                shape=(num_in // group, num_out), dtype=torch.float32, out=Axis(1), into=per_group
+            ),
+            "g_idx": ParamSpec(shape=(num_in,), dtype=torch.int64, out=None, into=Axis(0)),
         }
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:

@@ -83,10 +83,10 @@ def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoin
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         Need(
-            device,
-            dtype,
-            Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-            hparams.rope.dim,
+            device=device,
+            dtype=dtype,
+            heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+            rotated=hparams.rope.dim,
             kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
         )
@@ -106,7 +106,7 @@ def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoin
     parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
     kv_format = _kv_format(config, hparams, parts)  # refuse before loading weights
     choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
-    return Blueprint(parts, gemm, kv_format, choices)
+    return Blueprint(parts=parts, gemm=gemm, kv_format=kv_format, choices=choices)
 
 
 def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
@@ -129,12 +129,12 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
     if plain:
         choices.append(Choice("GEMM", *blueprint.gemm.tune(plain)))
     return Loaded(
-        network,
-        blueprint.parts,
-        blueprint.gemm,
-        network.weight_bytes,
-        choices,
-        _why_not_batch_invariant(layers),
+        network=network,
+        parts=blueprint.parts,
+        gemm=blueprint.gemm,
+        weight_bytes=network.weight_bytes,
+        choices=choices,
+        why_not_batch_invariant=_why_not_batch_invariant(layers),
     )
 
 
@@ -177,7 +177,9 @@ def make_runner(
     per_request = -(-parts.max_positions // size)
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + _BLOCK_ID_BYTES * per_request)
     found.check_tables_fit(limits.max_num_seqs, tables_bytes)
-    maker = _Maker(config, hparams, loaded, limits, kv_format.dtype)
+    maker = _Maker(
+        config=config, hparams=hparams, loaded=loaded, limits=limits, kv_dtype=kv_format.dtype
+    )
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
@@ -214,7 +216,13 @@ def make_draft_runner(
     cache: KVCache | None = None,
 ) -> tuple[Runner, KVCache]:
     """A second runner with the same number of blocks; `cache`: KV pages shared with the target."""
-    maker = _Maker(config, hparams, loaded, limits, _kv_format(config, hparams, loaded.parts).dtype)
+    maker = _Maker(
+        config=config,
+        hparams=hparams,
+        loaded=loaded,
+        limits=limits,
+        kv_dtype=_kv_format(config, hparams, loaded.parts).dtype,
+    )
     return maker.make(num_blocks, cache, sampler)
 
 
@@ -245,12 +253,23 @@ class _Maker:
         on_cuda = parts.device.type == "cuda"
         # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
         shape = (num_blocks + 2 * on_cuda, hparams.num_kv_heads, size, hparams.head_dim)
-        cache = cache or KVCache(hparams.num_layers, shape, self._kv_dtype, parts.device)
+        cache = cache or KVCache(
+            num_layers=hparams.num_layers, shape=shape, dtype=self._kv_dtype, device=parts.device
+        )
         max_blocks = -(-parts.max_positions // size)
-        slots = SlotTables(seqs, max_blocks, size, parts.device, scratch=num_blocks)
+        slots = SlotTables(
+            num_slots=seqs,
+            max_blocks=max_blocks,
+            block_size=size,
+            device=parts.device,
+            scratch=num_blocks,
+        )
         threshold = self._config.speculation.threshold
         sampler = sampler or Sampler(
-            hparams.vocab_size, parts.device, threshold, draw_with(parts.ops)
+            vocab_size=hparams.vocab_size,
+            device=parts.device,
+            threshold=threshold,
+            draw=draw_with(parts.ops),
         )
         runner_parts = RunnerParts(
             network=self._loaded.network,

@@ -196,11 +196,20 @@ class CudaRunner(Runner):
             one = torch.ones_like(positions)
             tiles = torch.stack((singles, one, row_slots, positions, positions), dim=1)
             singles = singles[:0]
-        work = AttentionWork(singles, tiles, self._splits(size), self._counters)
+        work = AttentionWork(
+            singles=singles, tiles=tiles, splits=self._splits(size), counters=self._counters
+        )
         pages = self._cache.layers
         adapters = AdapterRows(self._inputs[4 * size : 5 * size]) if key.adapted else None
         batch = StepBatch(
-            positions, row_slots, slots.tables, [], pages, work, batch_invariant, adapters
+            positions=positions,
+            token_slots=row_slots,
+            tables=slots.tables,
+            spans=[],
+            kv=pages,
+            work=work,
+            batch_invariant=batch_invariant,
+            adapters=adapters,
         )
         with (
             self._gemm.batch_invariant(batch_invariant),
@@ -269,7 +278,9 @@ class CudaRunner(Runner):
         rows = min(tokens - 2, self._slots.num_slots)
         if drafting:
             rows = min(rows, _MAX_DRAFTING_ROWS)
-        return GraphShape(tokens, rows, self._tile, adapted, drafting)
+        return GraphShape(
+            tokens=tokens, rows=rows, tile=self._tile, adapted=adapted, drafting=drafting
+        )
 
     def _mixed_step(self, shape: GraphShape) -> MixedStep:
         if shape not in self._mixed:
@@ -281,7 +292,12 @@ class CudaRunner(Runner):
     def _compute_mixed(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
         ids, positions, token_slots = arrays.tokens
         adapters, of_indices = shape.adapters(arrays)
-        work = AttentionWork(arrays.singles, arrays.tiles, self._splits(shape.rows), self._counters)
+        work = AttentionWork(
+            singles=arrays.singles,
+            tiles=arrays.tiles,
+            splits=self._splits(shape.rows),
+            counters=self._counters,
+        )
         batch = StepBatch(
             positions=positions,
             token_slots=token_slots,
@@ -309,13 +325,13 @@ class CudaRunner(Runner):
         following[arrays.logits_indices] = tokens
         read = torch.arange(shape.rows, device=self._device)
         found = DrafterInputs(
-            hidden,
-            read,
-            aux_hidden_states,
-            following,
-            arrays.logits_indices,
-            batch,
-            self._decode_batch,
+            hidden=hidden,
+            read=read,
+            aux_hidden_states=aux_hidden_states,
+            following=following,
+            last=arrays.logits_indices,
+            batch=batch,
+            decode_batch=self._decode_batch,
         )
         drafts = drafter.draft(found, shape.drafting)
         return torch.cat((tokens[:, None], drafts), dim=1), logits
@@ -387,10 +403,10 @@ class CudaRunner(Runner):
         singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
         tiles = attention_tiles(rows, spans, self._tile, singles=batch_invariant)
         return AttentionWork(
-            to_device(np.array(singles, dtype=np.int32), self._device),
-            to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), self._device),
-            self._splits(len(singles)),
-            self._counters,
+            singles=to_device(np.array(singles, dtype=np.int32), self._device),
+            tiles=to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), self._device),
+            splits=self._splits(len(singles)),
+            counters=self._counters,
         )
 
     def _collect(
@@ -401,4 +417,4 @@ class CudaRunner(Runner):
         scores: dict[int, list[TokenLogprob] | None] = {}
         if special:
             scores = self._device_sampler.resample(logits, tokens, slots, special)
-        return PendingGraphStep(rows, sampled, tokens, scores)
+        return PendingGraphStep(rows=rows, sampled=sampled, tokens=tokens, scores=scores)

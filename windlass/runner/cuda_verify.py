@@ -153,7 +153,9 @@ class CudaVerifyRunner(CudaRunner):
             return self._submit_with_prompts(plan, batch_invariant)
         if ahead is not None:
             whole = all(row.num_drafts == ahead.num_drafts for row in rows)
-            pending = PendingVerification(self.resample, rows, ahead.launched, whole)
+            pending = PendingVerification(
+                resample=self.resample, rows=rows, launched=ahead.launched, whole=whole
+            )
         else:
             captured = self._captured_for(key)
             captured.send(rows, self._padding_row(key.width))
@@ -264,7 +266,9 @@ class CudaVerifyRunner(CudaRunner):
                 outputs = self._run(key)
             input_buffer = self._input_buffer(key.size, key.width)
             shape = (key.width, key.drafting, len(outputs.logits) // key.size)
-            self._captured[key] = CapturedVerification(graph, input_buffer, outputs, shape)
+            self._captured[key] = CapturedVerification(
+                graph=graph, input_buffer=input_buffer, found=outputs, shape=shape
+            )
         return self._captured[key]
 
     def _input_buffer(self, size: int, width: int) -> Tensor:
@@ -288,7 +292,13 @@ class CudaVerifyRunner(CudaRunner):
         )
         work = self._work_for(key, tiles, len(ids))
         batch = StepBatch(
-            positions, row_slots, slots.tables, [], self._cache.layers, work, key.batch_invariant
+            positions=positions,
+            token_slots=row_slots,
+            tables=slots.tables,
+            spans=[],
+            kv=self._cache.layers,
+            work=work,
+            batch_invariant=key.batch_invariant,
         )
         drafter = self.drafter if key.drafting else None
         aux_hidden_states = dict.fromkeys(drafter.layers, ids) if drafter is not None else None
@@ -307,7 +317,13 @@ class CudaVerifyRunner(CudaRunner):
                 self._adopt_siblings(inputs, chosen)
             if drafter is not None:
                 found = DrafterInputs(
-                    hidden, last, aux_hidden_states or {}, sampled, last, batch, self._decode_batch
+                    hidden=hidden,
+                    read=last,
+                    aux_hidden_states=aux_hidden_states or {},
+                    following=sampled,
+                    last=last,
+                    batch=batch,
+                    decode_batch=self._decode_batch,
                 )
                 self._stage_next(key, drafter, found, kept, back)
         return VerifyOutputs(logits, back)
@@ -341,7 +357,9 @@ class CudaVerifyRunner(CudaRunner):
 
     def _work_for(self, key: _Key, tiles: Tensor, num_positions: int) -> AttentionWork:
         if key.batch_invariant or num_positions > _APART:
-            return AttentionWork(self._indices[:0], tiles, 1, self._position_counters)
+            return AttentionWork(
+                singles=self._indices[:0], tiles=tiles, splits=1, counters=self._position_counters
+            )
         width = num_positions // key.size
         singles, splits = self._indices[:num_positions], self._splits(num_positions)
         more = (width, width - key.width, self._slots.spare)
@@ -350,8 +368,17 @@ class CudaVerifyRunner(CudaRunner):
     def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
         count = positions.shape[0]
         singles, splits = self._indices[:count], self._splits(count)
-        work = AttentionWork(singles, self._no_tiles, splits, self._position_counters)
-        return StepBatch(positions, slots, self._slots.tables, [], [], work)
+        work = AttentionWork(
+            singles=singles, tiles=self._no_tiles, splits=splits, counters=self._position_counters
+        )
+        return StepBatch(
+            positions=positions,
+            token_slots=slots,
+            tables=self._slots.tables,
+            spans=[],
+            kv=[],
+            work=work,
+        )
 
     @torch.inference_mode()
     def resample(

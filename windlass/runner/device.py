@@ -195,7 +195,12 @@ def size_cache(
     size, each = config.block_size, gib(bytes_per_block)
 
     def capacity(count: int, why: str) -> Capacity:
-        return Capacity(count, size, bytes_per_block, f"{why}, {each} per block")
+        return Capacity(
+            num_blocks=count,
+            block_size=size,
+            bytes_per_block=bytes_per_block,
+            reason=f"{why}, {each} per block",
+        )
 
     if config.num_blocks is not None:
         return capacity(config.num_blocks, "as set")

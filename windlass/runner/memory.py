@@ -157,10 +157,23 @@ class RunnerMemory:
             parts[name] = MemoryPart(num_bytes)
         if on_cpu:
             total, files = found.resident_bytes(), _mapped_bytes()
-            return MemoryReport("cpu", parts, total, files, found.free_bytes(self._device))
+            return MemoryReport(
+                device="cpu",
+                parts=parts,
+                total=total,
+                files=files,
+                device_free=found.free_bytes(self._device),
+            )
         free, total = torch.cuda.mem_get_info(self._device)
         used = total - free - found.other_processes_bytes(self._device)
-        return MemoryReport(str(self._device), parts, used, 0, free, total)
+        return MemoryReport(
+            device=str(self._device),
+            parts=parts,
+            total=used,
+            files=0,
+            device_free=free,
+            device_total=total,
+        )
 
     def sleep(self) -> None:
         """Release memory that `wake` can restore. A failure loses nothing."""

@@ -345,7 +345,13 @@ class Runner:
         if batch.logits_indices is None:
             read = at
         found = DrafterInputs(
-            hidden, read, aux_hidden_states, following, at, batch, self._decode_batch
+            hidden=hidden,
+            read=read,
+            aux_hidden_states=aux_hidden_states,
+            following=following,
+            last=at,
+            batch=batch,
+            decode_batch=self._decode_batch,
         )
         drafts = iter(self.drafter.draft(found, self.drafting).tolist())
         return [
@@ -356,7 +362,9 @@ class Runner:
     def _decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
         """A batch of one token per row without KV pages; the drafter has its own."""
         spans = [Span(i, 1, at) for i, at in enumerate(positions.tolist())]
-        return StepBatch(positions, slots, self._slots.tables, spans, [])
+        return StepBatch(
+            positions=positions, token_slots=slots, tables=self._slots.tables, spans=spans, kv=[]
+        )
 
     def _scores_prompts(self, rows: Sequence[Row]) -> bool:
         scores = self._sampler.num_prompt_scores

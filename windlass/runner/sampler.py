@@ -221,7 +221,9 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[To
     num_top = logits.shape[-1] if num_top < 0 else min(num_top, logits.shape[-1])
     values, ids = logprobs.topk(num_top, dim=-1)
     return [
-        TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True)))
+        TokenLogprob(
+            token=token, logprob=logprob, rank=rank, top=list(zip(top_ids, top_values, strict=True))
+        )
         for token, logprob, rank, top_ids, top_values in zip(
             tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
         )

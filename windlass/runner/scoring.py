@@ -141,7 +141,17 @@ class Scorer:
                 next_block += count
                 params = SamplingParams(temperature=0.0)
                 known = list(window.tokens)
-                admitted.append(SlotInit(name, slot, known, len(known), params, frozenset(), 0))
+                admitted.append(
+                    SlotInit(
+                        request_id=name,
+                        slot=slot,
+                        tokens=known,
+                        num_prompt=len(known),
+                        sampling=params,
+                        stop_ids=frozenset(),
+                        seed=0,
+                    )
+                )
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
         # Sample and discard one token, so that the step takes the same path as a served one.

@@ -88,7 +88,7 @@ class SlotTables:
         pack(plan.rows, spans, packed)
         ids, positions, token_slots = to_device(packed, self.device)[:, :total]
         return self.fill_last(ids, token_slots), StepBatch(
-            positions, token_slots, self.tables, spans, kv
+            positions=positions, token_slots=token_slots, tables=self.tables, spans=spans, kv=kv
         )
 
     def fill_last(self, ids: Tensor, token_slots: Tensor) -> Tensor:

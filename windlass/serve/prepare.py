@@ -259,7 +259,9 @@ class Preparer:
         _check_total(num_prompts, sampling, report)
         _check_total_logprobs(sum(num_prompts), num_outputs, sampling, report)
         requests = builder.requests(engine_id, fitted, sampling, options)
-        return Prepared(response_id, fitted, sampling, tuple(requests))
+        return Prepared(
+            response_id=response_id, prompts=fitted, sampling=sampling, requests=tuple(requests)
+        )
 
 
 def _as_prompts(prompt: Any) -> Sequence[Prompt]:

@@ -84,7 +84,11 @@ def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) ->
         card=card,
         config=config,
         preparer=Preparer(
-            card, config, template, workers, adapters=lambda: client.adapters.folders.keys()
+            card=card,
+            config=config,
+            template=template,
+            workers=workers,
+            adapters=lambda: client.adapters.folders.keys(),
         ),
         metrics=metrics,
         admission=admission,

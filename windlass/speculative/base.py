@@ -31,7 +31,12 @@ class SlotUpdate(NamedTuple):
 
 def slot_update(row: Row, result: RowResult) -> SlotUpdate:
     """Build the proposer's update for a row that sampled."""
-    return SlotUpdate(row.slot, result.tokens, result.drafts, result.target_tokens)
+    return SlotUpdate(
+        slot=row.slot,
+        tokens=result.tokens,
+        drafts=result.drafts,
+        target_tokens=result.target_tokens,
+    )
 
 
 class Draft(NamedTuple):

@@ -99,7 +99,7 @@ class EagleLoader:
             capacity.block_size,
             hparams.head_dim,
         )
-        cache = KVCache(1, shape, parts.dtype, parts.device)
+        cache = KVCache(num_layers=1, shape=shape, dtype=parts.dtype, device=parts.device)
         network = self.loaded.network
         drafter = EagleDrafter(head=self.head, network=network, layers=self.layers, cache=cache)
         return attach(made, drafter)
@@ -120,7 +120,12 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
     vocab_size = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
     parts = _parts(context.loaded, hparams)
     with torch.device("meta"):
-        head = Eagle(hparams, vocab_size, parts, EagleNorms.of(config, files.source))
+        head = Eagle(
+            hparams=hparams,
+            draft_vocab=vocab_size,
+            parts=parts,
+            norms=EagleNorms.of(config, files.source),
+        )
     _load(head, files, parts.device, full_vocab=vocab_size == hparams.vocab_size)
     check_d2t(head.d2t, files, hparams.vocab_size)
     linears = [module for module in head.modules() if isinstance(module, Linear)]
@@ -153,7 +158,14 @@ def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     own = loaded.parts
     heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
     ops = choose_ops(
-        Need(own.device, own.dtype, heads, hparams.rope.dim, kv_dtype=None, plain=False)
+        Need(
+            device=own.device,
+            dtype=own.dtype,
+            heads=heads,
+            rotated=hparams.rope.dim,
+            kv_dtype=None,
+            plain=False,
+        )
     )
     plain = Unquantised(own.dtype, loaded.gemm)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

@@ -100,7 +100,11 @@ class SpeculationSetup:
         parts += [self._cache.problem] if self._cache.problem else []
         choice = Choice("speculation", self._loader.describe(), "; ".join(parts))
         speculation = Speculation(
-            made.runner, proposer, governor, known_tokens, check_costs=self._check_cached_costs
+            runner=made.runner,
+            proposer=proposer,
+            governor=governor,
+            known_tokens=known_tokens,
+            check_costs=self._check_cached_costs,
         )
         return speculation, choice
 

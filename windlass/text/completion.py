@@ -69,4 +69,11 @@ class Completion:
         scores = logprobs[: min(len(kept), len(shown))] if logprobs else []
         if scores:
             self.logprobs += scores
-        return Delta(self.index, text, kept, scores, self.finish_reason, self.stop_reason)
+        return Delta(
+            index=self.index,
+            text=text,
+            tokens=kept,
+            logprobs=scores,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )

@@ -208,11 +208,17 @@ def _measure(
         seconds = time.perf_counter() - started
     tokens = engine.stats().num_step_tokens
     if profiler is None:
-        return _Measured(name, num_steps, tokens, seconds, events=[])
+        return _Measured(name=name, steps=num_steps, tokens=tokens, seconds=seconds, events=[])
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
-    return _Measured(name, num_steps, tokens, seconds, events=list(profiler.events() or []))
+    return _Measured(
+        name=name,
+        steps=num_steps,
+        tokens=tokens,
+        seconds=seconds,
+        events=list(profiler.events() or []),
+    )
 
 
 # ---- scopes ------------------------------------------------------------------------------------
@@ -276,7 +282,10 @@ def _phase(plain: _Measured, profiled: _Measured, on_gpu: bool) -> Phase:
     lines = {kind: (us / 1e3 / steps, n / steps) for kind, (us, n) in spent.items()}
     busy_ms = sum(ms for ms, _ in lines.values())
     lines[HOST] = (max(0.0, wall_ms - busy_ms), 0.0)
-    shares = [Share(kind, ms, calls, 100 * ms / wall_ms) for kind, (ms, calls) in lines.items()]
+    shares = [
+        Share(kind=kind, ms=ms, calls=calls, percent=100 * ms / wall_ms)
+        for kind, (ms, calls) in lines.items()
+    ]
     return Phase(
         name=profiled.name,
         steps=steps,

@@ -212,5 +212,8 @@ def _open(path: Path, origin: str) -> Native | None:
     except (OSError, AttributeError):
         return None
     return Native(
-        functions, path, simd, f"{origin}: {path}" if origin.startswith("from") else origin
+        functions=functions,
+        path=path,
+        simd=simd,
+        reason=f"{origin}: {path}" if origin.startswith("from") else origin,
     )

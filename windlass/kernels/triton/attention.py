@@ -78,7 +78,7 @@ def attend(
     assert fused or not work.siblings
     if fused:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
-        raw = _Raw(rows, columns, cos_sin, norms)
+        raw = _Raw(rows=rows, columns=columns, cos_sin=cos_sin, norms=norms)
         _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
         return out
     fresh = None

@@ -116,9 +116,9 @@ class TritonLora(LoraKernel):
             # Launched after the GEMM: a captured graph starts nodes in capture order, and the GEMM
             # takes longer.
             self._fork()
-            return Shrunk(adapters, x, sums, splits, shrink)
+            return Shrunk(adapters=adapters, x=x, sums=sums, splits=splits, deferred=shrink)
         shrink()
-        return Shrunk(adapters, x, sums, splits, None)
+        return Shrunk(adapters=adapters, x=x, sums=sums, splits=splits, deferred=None)
 
     def end(
         self, y: Tensor, low: tuple[Shrunk, ...], stacks: Stacks, adapters: AdapterRows

@@ -187,12 +187,23 @@ class CheckpointBuilder:
     def _quantised(self, format_: Format, options: QuantizeOptions) -> Path:
         text = self._text(format_) if options.method in CALIBRATED else None
         digest = hashlib.sha256(text.read_bytes()).hexdigest() if text else None
-        samples = SampleOptions(self.num_samples, self.sample_tokens, False, self.base.model.seed)
+        samples = SampleOptions(
+            num_samples=self.num_samples,
+            sample_tokens=self.sample_tokens,
+            skip_broken=False,
+            seed=self.base.model.seed,
+        )
         key = self._key(asdict(options), digest, asdict(samples))
         folder = self.folder / f"{format_.name}-{key}"
         if not folder.is_dir():
             self.log(f"quantising into {folder}")
-            job = QuantizeJob(self.base.model, options, folder, text, samples)
+            job = QuantizeJob(
+                model=self.base.model,
+                options=options,
+                output=folder,
+                calibration=text,
+                samples=samples,
+            )
             run(job, self.log, self._progress)
         return folder
 

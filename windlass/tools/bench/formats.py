@@ -140,7 +140,9 @@ def _record(rows: dict[str, dict[str, Any]], settings: dict[str, Any]) -> Record
     ordered = [rows[each.name] for each in FORMATS if each.name in rows]
     failed = [f" {row['format']} failed: {row['error']}" for row in ordered if "error" in row]
     speeds = _SPEED_NOTE if any("tok_s_b1" in row for row in ordered) else " Speeds: not measured."
-    return Record("formats", ordered, _NOTES + speeds + "".join(failed), settings)
+    return Record(
+        name="formats", rows=ordered, notes=_NOTES + speeds + "".join(failed), settings=settings
+    )
 
 
 class _Bench:
@@ -168,7 +170,12 @@ class _Bench:
 
     @cached_property
     def _quality(self) -> QualityComparison:
-        return QualityComparison(self._reference, self._opened, self._corpus, self._config.cut)
+        return QualityComparison(
+            reference=self._reference,
+            opened=self._opened,
+            corpus=self._corpus,
+            cut=self._config.cut,
+        )
 
     @cached_property
     def _speed(self) -> SpeedComparison:

@@ -142,7 +142,7 @@ def measure(
     notes = _NOTES
     if len(bench.engines) > 1 and not on_gpu:
         notes += _ALTERNATING_NOTES
-    return Record(name, rows, notes, settings)
+    return Record(name=name, rows=rows, notes=notes, settings=settings)
 
 
 def with_rows(config: EngineConfig, workloads: Sequence[Workload], log: Log) -> EngineConfig:

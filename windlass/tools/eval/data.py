@@ -93,7 +93,7 @@ def _document(line: str, where: str) -> Document:
     text, messages = record.get("text"), record.get("messages")
     if messages is None and (not isinstance(text, str) or not text):
         raise ConfigError(f"{where}: text must be a string that is not empty, got {text!r}.")
-    return Document(where, text, messages, label)
+    return Document(where=where, text=text, messages=messages, label=label)
 
 
 def _running(name: str, path: Path) -> Corpus:

@@ -70,7 +70,9 @@ def compare(logits: Tensor, targets: Sequence[int], reference: Tensor | None) ->
     own_next = own.gather(-1, picked)
     empty = np.empty(0)
     if reference is None:
-        return Figures(_host(-own_next[:, 0]), empty, empty, empty, empty)
+        return Figures(
+            nll=_host(-own_next[:, 0]), reference_nll=empty, kl=empty, agree=empty, shift=empty
+        )
     other = reference.to(logits.device).log_softmax(dim=-1)
     other_next = other.gather(-1, picked)
     agree = own.argmax(dim=-1) == other.argmax(dim=-1)
@@ -119,7 +121,9 @@ class Tally:
             agreement=float(self._all("agree").mean()),
             rank_shift=float(self._all("shift").mean()),
         )
-        return Quality(len(nll), perplexity, error, comparison)
+        return Quality(
+            tokens=len(nll), perplexity=perplexity, perplexity_error=error, against=comparison
+        )
 
     def _all(self, name: str) -> NDArray[Any]:
         return np.concatenate([getattr(part, name) for part in self._parts])

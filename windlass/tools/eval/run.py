@@ -79,7 +79,12 @@ def measure(
     if done < len(windows):
         notes += f" Interrupted: {done} of {len(windows)} windows were measured."
     rows = [total.row(ALL), *(quality.row(name) for name, quality in labels.items())]
-    record = Record("perplexity" if reference is None else "quality", rows, notes, settings)
+    record = Record(
+        name="perplexity" if reference is None else "quality",
+        rows=rows,
+        notes=notes,
+        settings=settings,
+    )
     return Outcome(
         overall=total,
         labels=labels,

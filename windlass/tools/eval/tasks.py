@@ -53,7 +53,9 @@ def run_tasks(
             row | {"reference": other["value"]} for row, other in zip(rows, others, strict=True)
         ]
         settings["reference"] = {"name": reference.model.model, "options": changed(reference)}
-    return Record("tasks", rows, "lm-eval tasks; ± is the standard error.", settings)
+    return Record(
+        name="tasks", rows=rows, notes="lm-eval tasks; ± is the standard error.", settings=settings
+    )
 
 
 def _manager(options: TaskOptions) -> Any:

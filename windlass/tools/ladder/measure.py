@@ -141,7 +141,11 @@ class Bench:
         self._baseline_tok_s()
         if self._corpus is not None:
             self._comparison = QualityComparison(
-                EngineConfig.of(**options), opened, self._corpus, self._cut, built.weights
+                reference=EngineConfig.of(**options),
+                opened=opened,
+                corpus=self._corpus,
+                cut=self._cut,
+                weights=built.weights,
             )
 
     def _baseline_tok_s(self) -> float:

@@ -74,7 +74,7 @@ def make_record(
         notes += f" Interrupted: {num_left} rows are still to be measured."
     if lines:
         notes += "\n\n" + "\n".join(lines)
-    return Record("ladder", made, notes, settings)
+    return Record(name="ladder", rows=made, notes=notes, settings=settings)
 
 
 def _with_speedups(row: Row, base: Row | None, has_awq: bool) -> Row:

@@ -60,18 +60,34 @@ class Variant:
 def all_rungs(kv_dtype: str, spec: Mapping[str, Any]) -> list[Rung]:
     """All rungs in order. `spec`: the options of speculation."""
     return [
-        Rung("naive", "one request at a time", "batching", {"batching": "none"}),
-        Rung("static", "static batching", "batching", {"batching": "static"}),
+        Rung(
+            name="naive",
+            title="one request at a time",
+            kind="batching",
+            options={"batching": "none"},
+        ),
+        Rung(
+            name="static", title="static batching", kind="batching", options={"batching": "static"}
+        ),
         Rung(BASE, "continuous batching", "batching"),
-        Rung("chunked", "paged + chunked prefill", "prefill", {"enable_chunked_prefill": True}),
-        Rung("prefix", "prefix caching", "prefix", {"prefix_caching": True}),
+        Rung(
+            name="chunked",
+            title="paged + chunked prefill",
+            kind="prefill",
+            options={"enable_chunked_prefill": True},
+        ),
+        Rung(
+            name="prefix", title="prefix caching", kind="prefix", options={"prefix_caching": True}
+        ),
         Rung("int8", "int8 weights", "weights", weights="int8"),
         Rung("fp8", "fp8 weights", "weights", weights="fp8"),
         Rung("int4", "int4 weights", "weights", weights="int4"),
         Rung("gptq", "GPTQ int4 weights", "weights", weights="gptq"),
         Rung("awq", "AWQ int4 weights", "weights", weights="awq"),
-        Rung("kv", f"{kv_dtype} KV cache", "kv", {"kv_cache_dtype": kv_dtype}),
-        Rung("spec", f"speculation ({spec['spec']})", "spec", spec),
+        Rung(
+            name="kv", title=f"{kv_dtype} KV cache", kind="kv", options={"kv_cache_dtype": kv_dtype}
+        ),
+        Rung(name="spec", title=f"speculation ({spec['spec']})", kind="spec", options=spec),
         Rung("everything", "everything", "all"),
     ]
 
@@ -103,17 +119,23 @@ def make_variants(
             variants.append(Variant(rung, mode, {**BASE_OPTIONS, **rung.options}))
             continue
         if rung.kind == "all":
-            variants.append(Variant(rung, "stacked", dict(options), weights))
+            variants.append(
+                Variant(rung=rung, mode="stacked", options=dict(options), weights=weights)
+            )
             continue
         options |= rung.options
         own = rung.weights or BASE_WEIGHTS
         if own in missing:
-            variants.append(Variant(rung, "both", {**BASE_OPTIONS}, own))
+            variants.append(Variant(rung=rung, mode="both", options={**BASE_OPTIONS}, weights=own))
             continue
-        alone = Variant(rung, "alone", {**BASE_OPTIONS, **rung.options}, own)
-        stacked = Variant(rung, "stacked", dict(options), rung.weights or weights)
+        alone = Variant(
+            rung=rung, mode="alone", options={**BASE_OPTIONS, **rung.options}, weights=own
+        )
+        stacked = Variant(
+            rung=rung, mode="stacked", options=dict(options), weights=rung.weights or weights
+        )
         if (alone.options, alone.weights) == (stacked.options, stacked.weights):
-            variants.append(Variant(rung, "both", alone.options, own))
+            variants.append(Variant(rung=rung, mode="both", options=alone.options, weights=own))
         else:
             variants += [alone, stacked]
         if rung.weights is not None and stack_weights in (None, rung.weights):

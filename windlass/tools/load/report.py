@@ -113,7 +113,7 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
             name = label_of(record)
             if len(record.rows) > 1:
                 name += f", {load_of(row)}"
-            runs.append(Run(row, name, colour, _DASHES[number % len(_DASHES)]))
+            runs.append(Run(row=row, name=name, colour=colour, dash=_DASHES[number % len(_DASHES)]))
     return runs
 
 

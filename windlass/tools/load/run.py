@@ -313,7 +313,9 @@ class _ServeBench:
             rows, notes = sorted(rows, key=lambda row: row["request_rate"]), f"{NOTES} {verdict}"
             settings |= {"goodput_share": self._search.min_share, "found_rate": self._search.best}
             is_good = self._search.best is not None
-        return ServeResult(Record("serve", rows, notes, settings), stopped, is_good)
+        return ServeResult(
+            Record(name="serve", rows=rows, notes=notes, settings=settings), stopped, is_good
+        )
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ def size_formats(
 ) -> FormatSizes:
     """Compute the sizes of the named formats without reading a weight."""
     check_names(names)
-    sizer = _Sizer(config, hparams, checkpoint, target)
+    sizer = _Sizer(config=config, hparams=hparams, checkpoint=checkpoint, target=target)
     stored, choice = sizer.stored()
     refused: dict[str, str] = {}
     formats = [stored] if STORED in names else []
@@ -213,7 +213,9 @@ class _Sizer:
         network = make_network(hparams, parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
-        return _MetaNetwork(network, layers, linears, methods.choice.value)
+        return _MetaNetwork(
+            network=network, layers=layers, linears=linears, choice=methods.choice.value
+        )
 
     def typical_quality(self) -> Retention:
         """Return the published retention of the stored format."""
@@ -242,8 +244,10 @@ class _Sizer:
         """Build the rest of a network with reference ops on the CPU: only the weights matter."""
         hparams, device = self._hparams, torch.device("cpu")
         heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
-        ops = choose_ops(Need(device, dtype, heads, hparams.rope.dim, plain=True))
-        return Parts(dtype, device, 1, ops, method_for)
+        ops = choose_ops(
+            Need(device=device, dtype=dtype, heads=heads, rotated=hparams.rope.dim, plain=True)
+        )
+        return Parts(dtype=dtype, device=device, max_positions=1, ops=ops, method_for=method_for)
 
     def _counts(self, made: _MetaNetwork) -> _Counts:
         gemms = [gemm for layer in made.layers for gemm in layer.gemm]

@@ -351,7 +351,9 @@ class _Evaluator:
         if device.type != "cpu" or weights.options.get("dtype") == "float32":
             return False
         heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
-        return choose_ops(Need(device, weights.dtype, heads, hparams.rope.dim)).is_native
+        return choose_ops(
+            Need(device=device, dtype=weights.dtype, heads=heads, rotated=hparams.rope.dim)
+        ).is_native
 
     def _tok_s(
         self, weights: FormatSize, token_bytes: int, rows: int, context: int

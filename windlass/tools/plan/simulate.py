@@ -82,5 +82,10 @@ def simulate(
     clock = VirtualClock()
     scheduler = make_scheduler(config, limits, capacity, max_model_len)
     runner = SimulatedRunner(costs, clock)
-    engine = Engine(scheduler, runner, clock.now, overlap and config.scheduler.overlap)
+    engine = Engine(
+        scheduler=scheduler,
+        runner=runner,
+        clock=clock.now,
+        overlap=overlap and config.scheduler.overlap,
+    )
     return replay(engine, requests, clock, max_concurrency)

@@ -167,7 +167,7 @@ class WhatIf:
             "costs": self.steps.to_json(),
             "repeat": repeat,
         }
-        return Record("plan-accuracy", rows, _NOTES, settings)
+        return Record(name="plan-accuracy", rows=rows, notes=_NOTES, settings=settings)
 
     def _pair(self, built: Built, load: Load, slo: Slo, draw: int) -> dict[str, Any]:
         """Predict and measure one turn of a load."""

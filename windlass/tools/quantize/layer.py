@@ -35,11 +35,11 @@ Hook = Callable[[nn.Module, Tensor], Tensor]
 
 # Reference ops on every device: a kernel's rounding must not affect the calibration.
 _OPS = Ops(
-    reference.rms_norm,
-    reference.add_rms_norm,
-    reference.silu_mul,
-    reference.rope_write,
-    torch_attention.attention,
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    silu_mul=reference.silu_mul,
+    rope_write=reference.rope_write,
+    attention=torch_attention.attention,
 )
 
 
@@ -146,7 +146,13 @@ class Layer:
         self._device = device
         self._hook: Hook = _no_hook
         method = _Hooked(lambda layer, x: self._hook(layer, x))
-        parts = Parts(torch.float32, device, 1, _OPS, lambda *_: method)
+        parts = Parts(
+            dtype=torch.float32,
+            device=device,
+            max_positions=1,
+            ops=_OPS,
+            method_for=lambda *_: method,
+        )
         with torch.device("meta"):
             self.block = Block(index, hparams, parts)
 
@@ -213,7 +219,9 @@ class Layer:
     def _run(self, hidden: Hidden, hook: Hook) -> Iterator[Tensor]:
         self._hook = hook
         inv_freq, scale = frequencies(self._hparams.rope)
-        rotary = Rotary(inv_freq, scale, max(hidden.lengths), self._device)
+        rotary = Rotary(
+            inv_freq=inv_freq, scale=scale, max_positions=max(hidden.lengths), device=self._device
+        )
         for first, lengths in hidden.batches():
             batch = self._batch(lengths)
             x = hidden.states[first : first + sum(lengths)].to(self._device)
@@ -226,14 +234,20 @@ class Layer:
         hparams, device = self._hparams, self._device
         max_blocks = -(-max(lengths) // _BLOCK_SIZE)
         shape = (max_blocks * len(lengths), hparams.num_kv_heads, _BLOCK_SIZE, hparams.head_dim)
-        pages = KVCache(1, shape, torch.float32, device).layers[0]
+        pages = KVCache(num_layers=1, shape=shape, dtype=torch.float32, device=device).layers[0]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
         tables = torch.arange(max_blocks * len(lengths), device=device)
         tables = tables.view(len(lengths), max_blocks)
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         spans = [Span(start, count, 0) for start, count in zip(starts, lengths, strict=True)]
-        return StepBatch(positions, rows, tables, spans, [pages] * hparams.num_layers)
+        return StepBatch(
+            positions=positions,
+            token_slots=rows,
+            tables=tables,
+            spans=spans,
+            kv=[pages] * hparams.num_layers,
+        )
 
 
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

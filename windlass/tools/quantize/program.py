@@ -85,7 +85,7 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
     with closing(PartialCheckpoint(job.output, fingerprint, source.hparams.num_layers)) as partial:
         if partial.num_done:
             log(f"resuming after {partial.num_done} layers in {partial.folder}")
-        loop = _LayerLoop(source, recipe, device, partial)
+        loop = _LayerLoop(source=source, recipe=recipe, device=device, partial=partial)
         seconds = loop.run(calibration, progress)
         report = _report(recipe, calibration, source, layers=partial.reports, seconds=seconds)
 

@@ -87,7 +87,7 @@ class Recipe:
 
     def grid(self, num_in: int) -> Grid:
         group = num_in if self.group_size == PER_CHANNEL else self.group_size
-        return Grid(self.bits, group, self.symmetric, self.dtype)
+        return Grid(bits=self.bits, group=group, symmetric=self.symmetric, stored=self.dtype)
 
 
 def decide(options: QuantizeOptions, hparams: HParams) -> Recipe:

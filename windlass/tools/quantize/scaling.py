@@ -58,16 +58,34 @@ def folds_of(block: Block) -> list[Fold]:
         return torch.arange(linear.num_in, device=device)
 
     return [
-        Fold("self_attn.qkv_proj", qkv, [first], identity(qkv), is_norm=True),
         Fold(
-            "self_attn.o_proj",
-            out,
-            _rows(qkv, values),
-            _shared_heads(attention.heads, device),
+            name="self_attn.qkv_proj",
+            linear=qkv,
+            producers=[first],
+            sources=identity(qkv),
+            is_norm=True,
+        ),
+        Fold(
+            name="self_attn.o_proj",
+            linear=out,
+            producers=_rows(qkv, values),
+            sources=_shared_heads(attention.heads, device),
             is_norm=False,
         ),
-        Fold("mlp.gate_up_proj", gate_up, [second], identity(gate_up), is_norm=True),
-        Fold("mlp.down_proj", down, _rows(gate_up, ups), identity(down), is_norm=False),
+        Fold(
+            name="mlp.gate_up_proj",
+            linear=gate_up,
+            producers=[second],
+            sources=identity(gate_up),
+            is_norm=True,
+        ),
+        Fold(
+            name="mlp.down_proj",
+            linear=down,
+            producers=_rows(gate_up, ups),
+            sources=identity(down),
+            is_norm=False,
+        ),
     ]
 
 

@@ -38,7 +38,7 @@ def record_of(found: TuneResult, config: TuneConfig, model: str) -> Record:
         "runs": config.num_runs,
         "price_per_hour": config.price_per_hour,
     }
-    return Record("tune", rows, _NOTES, settings)
+    return Record(name="tune", rows=rows, notes=_NOTES, settings=settings)
 
 
 def verdict(found: TuneResult, config: TuneConfig) -> list[str]:

@@ -128,7 +128,7 @@ class QualityMeter:
         try:
             if self._comparison is None:
                 self._comparison = QualityComparison(
-                    self._config, self._opened, self._corpus, self._cut
+                    reference=self._config, opened=self._opened, corpus=self._corpus, cut=self._cut
                 )
             found = self._comparison.compare(self._comparison.build(config, weights))
         except EngineError as error:
@@ -174,7 +174,7 @@ class Tuner:
         limits = self._base.limits(self._device)
         start = StartingPoint(limits.max_num_seqs, limits.max_num_batched_tokens)
         space = Space.of(self._device, formats, start)
-        search = Search(space, self._predict, start, self._base.model.seed)
+        search = Search(space=space, predict=self._predict, start=start, seed=self._base.model.seed)
         try:
             search.run(config.num_trials)
         finally:
@@ -241,7 +241,13 @@ class Tuner:
     ) -> tuple[ModelFormat, ...]:
         """Measure quality and step costs of each format; return the formats with enough quality."""
         options = self._config.engine_options
-        meter = QualityMeter(options, self._opened, self._device, stored, self._log)
+        meter = QualityMeter(
+            engine_options=options,
+            opened=self._opened,
+            device=self._device,
+            stored=stored,
+            log=self._log,
+        )
         is_real, good, poor = self._base.model.load_format != "dummy", [], []
         for format in formats:
             config = EngineConfig.of(**{**options, **format.options})
