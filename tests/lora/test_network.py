@@ -156,7 +156,7 @@ def test_deltas_on_quantised_weights(folder: Path, tmp_path: Path, form: str) ->
     for path, layer in parts.network.named_modules():
         if not isinstance(layer, Linear) or path == "lm_head":
             continue
-        assert layer.gemm
+        assert layer.gemms
         assert isinstance(layer.lora, Lora)
         x = torch.randn(3, layer.num_in)
         base = layer(x)

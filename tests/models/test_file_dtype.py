@@ -41,7 +41,7 @@ def test_weights_keep_the_file_dtype(tmp_path: Path, dtype: torch.dtype, tied: b
     folder = converted(write_plain(tmp_path / "model", tied=tied), dtype)
     kept, reference = loaded(folder), loaded(folder, dtype="float32")
     layers = [one for one in kept.network.modules() if isinstance(one, Linear)]
-    assert {product.kernel for one in layers for product in one.gemm} == {"native"}
+    assert {gemm.kernel for one in layers for gemm in one.gemms} == {"native"}
     assert all(one.weight is None for one in layers)
     # The head is padded to tiles of 8 outputs; norms are float32.
     share = kept.weight_bytes / reference.weight_bytes

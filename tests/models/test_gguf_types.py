@@ -64,7 +64,7 @@ def test_a_model_stays_packed(name: str, tied: bool, tmp_path: Path) -> None:
     path = tiny.write_gguf(tmp_path / "m.gguf", kind=Type[name], tensors=tensors)
     made = loaded(path)
     layers = [module for module in made.network.modules() if isinstance(module, Linear)]
-    assert {product.kernel for layer in layers for product in layer.gemm} == {"native"}
+    assert {gemm.kernel for layer in layers for gemm in layer.gemms} == {"native"}
     assert made.weight_bytes <= 1.3 * packed_bytes(name, tensors)
     want = logits(loaded(path, dtype="float32"))
     assert (logits(made) - want).norm() <= ROUNDED_LOGITS * want.norm()

@@ -70,8 +70,8 @@ def test_packed_weights_are_smaller(name: str, plain: Path) -> None:
     whole = loaded(plain).weight_bytes
     packed = loaded(plain, quantization=name, plain_kernels=True)
     bits = {"int4": 5.3, "nf4": 4.6, "int8": 9.1}.get(name, 8.6)
-    layers = [m for m in packed.network.modules() if isinstance(m, Linear) and m.gemm]
-    weights = sum(p.shape[0] * p.shape[1] for layer in layers for p in layer.gemm)
+    layers = [m for m in packed.network.modules() if isinstance(m, Linear) and m.gemms]
+    weights = sum(p.shape[0] * p.shape[1] for layer in layers for p in layer.gemms)
     assert sum(layer.gemm_bytes for layer in layers) <= bits / 8 * weights
     assert packed.weight_bytes < whole
     assert not any(layer.stored for layer in layers)
@@ -84,7 +84,7 @@ def test_tied_head_is_shared_unless_quantised(tied: Path) -> None:
     assert isinstance(packed.model.embed_tokens, TiedEmbedding)
     own = loaded(tied, quantization="int8", quantize_head=True).network
     assert own.lm_head.weight is None
-    assert len(own.lm_head.gemm) == 1
+    assert len(own.lm_head.gemms) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"plain_kernels": True}], ids=["default", "plain"])
@@ -119,11 +119,11 @@ def test_a_gguf_of_many_types_is_kept_packed(mixed: Path) -> None:
     packed = loaded(mixed, plain_kernels=True)
     torch.testing.assert_close(logits(packed), logits(reference), atol=1e-4, rtol=1e-4)
     block = packed.network.model.layers[0]
-    forms = [product.form for product in block.self_attn.qkv_proj.gemm]
+    forms = [gemm.form for gemm in block.self_attn.qkv_proj.gemms]
     assert forms == ["int4, groups of 32", "int8, groups of 32", "float32"]
     assert block.self_attn.qkv_proj.method.name == "Q4_0 + Q8_0 + not quantised"
-    assert len(block.mlp.gate_up_proj.gemm) == 2
-    assert len(block.mlp.down_proj.gemm) == 1
+    assert len(block.mlp.gate_up_proj.gemms) == 2
+    assert len(block.mlp.down_proj.gemms) == 1
     assert packed.weight_bytes < 0.5 * reference.weight_bytes
     # The head is packed, so the embedding table has its own storage.
     assert packed.network.lm_head.weight is None
@@ -132,7 +132,7 @@ def test_a_gguf_of_many_types_is_kept_packed(mixed: Path) -> None:
 
 def test_reference_equals_dequantised_weights(mixed: Path) -> None:
     network = loaded(mixed, dtype="float32").network
-    assert not any(m.gemm for m in network.modules() if isinstance(m, Linear))
+    assert not any(m.gemms for m in network.modules() if isinstance(m, Linear))
     assert network.lm_head.weight is network.model.embed_tokens.weight
 
 
@@ -168,7 +168,7 @@ def test_dummy_weights_use_the_configs_format(
         hf_overrides={"quantization_config": quantization},
         plain_kernels=True,
     )
-    assert made.network.model.layers[1].mlp.down_proj.gemm[0].form == form
+    assert made.network.model.layers[1].mlp.down_proj.gemms[0].form == form
     assert torch.isfinite(logits(made)).all()
 
 

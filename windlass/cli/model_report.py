@@ -152,7 +152,7 @@ def _linear_layers(network: nn.Module) -> list[Json]:
 def _weights(name: str, layer: Linear) -> Iterator[tuple[_WeightKind, tuple[int, int]]]:
     """Yield a layer's matrices, each with its bytes and its number of weights."""
     method = layer.method
-    for gemm in layer.gemm:
+    for gemm in layer.gemms:
         kind = _WeightKind(
             layer=name,
             method=method.name,

@@ -51,6 +51,6 @@ class PackedEmbedding(StoredWeight):
 
 
 def _rows(weight: StoredWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    (gemm,) = weight.gemm
+    (gemm,) = weight.gemms
     assert isinstance(gemm.prepared, RowReader)
     return gemm.prepared.rows(ids, dtype)

@@ -58,20 +58,20 @@ class Linear(StoredWeight):
     @property
     def plain_weights(self) -> list[Tensor]:
         """Weights that GEMMs read unquantised: the parameter, or dequantised weights."""
-        prepared = [gemm.prepared for gemm in self.gemm]
+        prepared = [gemm.prepared for gemm in self.gemms]
         unpacked = [each.weight for each in prepared if isinstance(each, Unpacked)]
         return unpacked if self.weight is None else [self.weight, *unpacked]
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         """How inputs of `num_rows` rows should be quantised; None: not at all."""
-        return self.gemm[0].prepared.input_quant(num_rows) if len(self.gemm) == 1 else None
+        return self.gemms[0].prepared.input_quant(num_rows) if len(self.gemms) == 1 else None
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, possibly with separate scales that the caller must apply."""
         separate = adapters is not None or self.bias is not None or self.shard == "in"
-        if separate or len(self.gemm) != 1:
+        if separate or len(self.gemms) != 1:
             return self(x, adapters)
-        return self.gemm[0].prepared.raw(x)
+        return self.gemms[0].prepared.raw(x)
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         if adapters is None or self.lora is None:

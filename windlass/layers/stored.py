@@ -26,11 +26,11 @@ class StoredWeight(nn.Module):
         self.num_in = num_in
         self.method = method
         self.stored: dict[str, Part] = {}
-        self.gemm: list[PackedGemm] = []
+        self.gemms: list[PackedGemm] = []
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
 
     @property
     def gemm_bytes(self) -> int:
         """Bytes of the quantised weight; an unquantised weight is a parameter of the module."""
-        return sum(gemm.prepared.num_bytes for gemm in self.gemm)
+        return sum(gemm.prepared.num_bytes for gemm in self.gemms)

@@ -50,20 +50,20 @@ class PackedMethod(ABC):
         forms: list[Packed | Tensor] = []
         for part, num_out in layer.parts.items():
             forms.append(self.form(layer.stored.pop(part), (num_out, layer.num_in)))
-        layer.gemm = [self._linears.prepare(form) for form in join(forms)]
+        layer.gemms = [self._linears.prepare(form) for form in join(forms)]
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
-        outputs = [gemm.prepared.apply(x) for gemm in layer.gemm]
+        outputs = [gemm.prepared.apply(x) for gemm in layer.gemms]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def then(self, layer: Layer, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        if len(layer.gemm) == 1:
-            return layer.gemm[0].prepared.then(x, residual, norm)
+        if len(layer.gemms) == 1:
+            return layer.gemms[0].prepared.then(x, residual, norm)
         return norm.add(self.apply(layer, x), residual)
 
     def gated(self, layer: Layer, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        if len(layer.gemm) == 1:
-            return layer.gemm[0].prepared.gated(x, silu_mul)
+        if len(layer.gemms) == 1:
+            return layer.gemms[0].prepared.gated(x, silu_mul)
         return silu_mul(self.apply(layer, x))
 
 

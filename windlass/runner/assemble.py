@@ -141,7 +141,7 @@ def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint)
 def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
     """Why a kernel is not batch-invariant; None: all are."""
     for layer in layers:
-        for gemm in layer.gemm:
+        for gemm in layer.gemms:
             if not gemm.batch_invariant:
                 return (
                     f"the {gemm.kernel} kernel of {gemm.form} weights sums in an order that "
@@ -154,7 +154,7 @@ def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
     """One start-up line per kind of quantised layer."""
     lines: Counter[tuple[str, str, str]] = Counter()
     for layer in layers:
-        for gemm in layer.gemm:
+        for gemm in layer.gemms:
             held = f"{gemm.form}, {gemm.kernel} kernel"
             lines[layer.method.name, held, gemm.reason] += 1
         if isinstance(layer.method, Unquantised) and layer.method.name != layer.method.form:
@@ -326,12 +326,12 @@ class _Maker:
         """Whether prompt activations are quantised coarsely; adds a start-up line."""
         modules = self._loaded.network.modules()
         layers = [module for module in modules if isinstance(module, Linear)]
-        gemm = [gemm.prepared for layer in layers for gemm in layer.gemm]
-        count = sum(gemm.coarse_prompts for gemm in gemm)
+        prepared = [gemm.prepared for layer in layers for gemm in layer.gemms]
+        count = sum(each.coarse_prompts for each in prepared)
         if count == 0:
             return False
         rounding = self._config.scheduler.prompt_rounding
-        held = f"of int4 GEMMs, {count} of {len(gemm)}"
+        held = f"of int4 GEMMs, {count} of {len(prepared)}"
         self.choices.append(
             Choice("inputs of prompts", f"{rounding} ({held})", "--prompt-rounding")
         )

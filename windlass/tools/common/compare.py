@@ -181,11 +181,11 @@ def bits_per_weight(network: Network) -> float:
 
 def weight_kernels(network: Network) -> list[str]:
     """Forms and kernels of the decoder's quantised matrices."""
-    gemms = (gemm for m in network.modules() if isinstance(m, Linear) for gemm in m.gemm)
+    gemms = (gemm for m in network.modules() if isinstance(m, Linear) for gemm in m.gemms)
     return list(dict.fromkeys(f"{gemm.form}, {gemm.kernel} kernel" for gemm in gemms))
 
 
 def is_unpacked(network: Network) -> bool:
     """Whether every GEMM uses torch, so that float32 arithmetic gives the same results."""
     layers = [module for module in network.modules() if isinstance(module, Linear)]
-    return all(gemm.kernel == "torch" for layer in layers for gemm in layer.gemm)
+    return all(gemm.kernel == "torch" for layer in layers for gemm in layer.gemms)

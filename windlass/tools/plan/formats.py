@@ -250,10 +250,10 @@ class _Sizer:
         return Parts(dtype=dtype, device=device, max_positions=1, ops=ops, method_for=method_for)
 
     def _counts(self, made: _MetaNetwork) -> _Counts:
-        gemms = [gemm for layer in made.layers for gemm in layer.gemm]
+        gemms = [gemm for layer in made.layers for gemm in layer.gemms]
         weights = [layer.weight for layer in made.layers if layer.weight is not None]
         modules = made.network.modules()
-        tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.gemm]
+        tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.gemms]
         repacked, table_repacked, num_unpacked = 0, 0, 0
         if self._target.present:
             sizes = _RepackedSizes(made.linears)

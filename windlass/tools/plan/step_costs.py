@@ -252,7 +252,7 @@ def _save_factor(
     device = weights.parts.device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     layers = [module for module in weights.network.modules() if isinstance(module, Linear)]
-    num_weights = sum(math.prod(item.shape) for layer in layers for item in layer.gemm)
+    num_weights = sum(math.prod(item.shape) for layer in layers for item in layer.gemms)
     num_weights += sum(layer.weight.numel() for layer in layers if layer.weight is not None)
     num_bytes = traffic_of(weights.network, 0).weight_bytes
     one, many = (
