@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderField
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from random_blocks import random_blocks
@@ -74,11 +75,11 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
                 f"--layers must be between 1 and {hparams.num_layers}, got {weights.num_layers}."
             )
         hparams = replace(hparams, num_layers=weights.num_layers)
-    vocabulary = GGUFReader(resolve(ModelConfig()).path)
-    vocab_size = len(vocabulary.fields["tokenizer.ggml.tokens"].data)
+    vocabulary = _default_vocabulary()
+    vocab_size = len(vocabulary["tokenizer.ggml.tokens"].data)
     writer = GGUFWriter(to, "llama")
     _add_shape(writer, hparams, vocab_size)
-    for name, field in vocabulary.fields.items():
+    for name, field in vocabulary.items():
         if name.startswith("tokenizer."):
             is_list = field.types[0] == GGUFValueType.ARRAY
             of = field.types[-1] if is_list else None
@@ -92,6 +93,11 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
     except OSError as error:
         raise ConfigError(f"-o {to}: {error.strerror or error}.") from error
     return to.stat().st_size
+
+
+@cache  # reading takes seconds
+def _default_vocabulary() -> dict[str, ReaderField]:
+    return GGUFReader(resolve(ModelConfig()).path).fields
 
 
 def _check(hparams: HParams, folder: str, types: StorageTypes) -> None:
