@@ -93,7 +93,7 @@ class Layer(Protocol):
     num_in: int
     stored: dict[str, Part]  # by part; filled by the loader, emptied by `finish`
     weight: nn.Parameter | None  # of an unquantised layer
-    gemm: list[PackedGemm]  # of a quantised layer; outputs are concatenated
+    gemms: list[PackedGemm]  # of a quantised layer; outputs are concatenated
 
 
 class LinearMethod(Protocol):
