@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.quant.folders import FFN, HIDDEN, VOCAB
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepPlan
+from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepOptions, StepPlan
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora_config import LoraDType
@@ -115,6 +115,7 @@ class Parts:
         self.bank = Bank(self.network, hparams, max(1, len(adapters)), max_rank, lora_dtype)
         by_name = {adapter.name: adapter for adapter in adapters}
         self.runner.attach_adapters(self.bank, by_name.__getitem__)
+        self.options = StepOptions()
         self._orders = [(slot, name) for slot, name in enumerate(by_name, start=1)]
         self._blocks = iter(range(64))
         self._count = 0
@@ -153,7 +154,8 @@ class Parts:
 
     def run(self, rows: list[Row], admitted: Sequence[SlotInit] = ()) -> list[RowResult]:
         orders, self._orders = self._orders, []
-        return self.runner.run(StepPlan(rows, list(admitted), adapters=orders)).rows
+        plan = StepPlan(rows, list(admitted), adapters=orders, options=self.options)
+        return self.runner.run(plan).rows
 
     def logits(self, rows: list[Row], admitted: Sequence[SlotInit] = ()) -> Tensor:
         """Logits of all tokens of a step."""
@@ -163,9 +165,9 @@ class Parts:
             seen.append((hidden, given[1].adapters))
 
         hook = self.network.register_forward_hook(record)
-        self.runner.needs_all_hidden = True
+        options, self.options = self.options, StepOptions(needs_all_hidden=True)
         self.run(rows, admitted)
-        self.runner.needs_all_hidden = False
+        self.options = options
         hook.remove()
         ((hidden, adapters),) = seen
         with torch.inference_mode():

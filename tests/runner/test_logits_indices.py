@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
-from windlass.core.types import RowResult
+from windlass.core.types import RowResult, StepOptions
 from windlass.kernels.native import compiled
 from windlass.runner.drafter import DrafterInputs
 
@@ -61,7 +61,7 @@ def played(
 ) -> tuple[list[RowResult], list[int]]:
     """The results, and the number of hidden states of each step."""
     parts = Parts(folder, [ONE, HEAD], **options)
-    parts.runner.needs_all_hidden = needs_all_hidden
+    parts.options = StepOptions(needs_all_hidden=needs_all_hidden)
     seen: list[int] = []
     parts.network.register_forward_hook(lambda *call: seen.append(len(call[-1])))
     return play(parts, adapters), seen
@@ -138,7 +138,7 @@ def test_heads_read_the_hidden_state_of_the_last_accepted_token(folder: Path) ->
     for needs_all_hidden in (True, False):
         parts, reader = Parts(folder, **INT4), _Reader()
         parts.runner.attach(reader)
-        parts.runner.drafting, parts.runner.needs_all_hidden = 2, needs_all_hidden
+        parts.options = StepOptions(draft_length=2, needs_all_hidden=needs_all_hidden)
         play(parts, (0, 0, 0))
         readers.append(reader)
     whole, some = readers

@@ -61,14 +61,13 @@ def test_a_draft_follows_a_partly_verified_one() -> None:
     made = proposer(runner)
     admit(made, SLOT, [1, 2])
     admit(made, OTHER, [11, 12])
-    made.begin(4)
     made.update([SlotUpdate(SLOT, [3]), SlotUpdate(OTHER, [13])])
-    first = made.propose([SLOT, OTHER])
+    first = made.propose([SLOT, OTHER], 4)
     assert [draft.tokens for draft in first] == [(4, 5, 6, 7), (14, 15, 16, 17)]
     # No draft token of the first request was verified, and one of the second; all samples agree.
     made.update([SlotUpdate(SLOT, [4]), SlotUpdate(OTHER, [14, 15])])
     runner.plans.clear()
-    second = made.propose([SLOT, OTHER])
+    second = made.propose([SLOT, OTHER], 4)
     assert [draft.tokens for draft in second] == [(5, 6, 7, 8), (16, 17, 18, 19)]
     assert len(runner.plans) == 4, "one step for each draft token"
     caught_up = [(row.start, row.num_tokens) for row in runner.plans[0].rows]
@@ -79,11 +78,10 @@ def test_the_draft_model_catches_up_on_accepted_tokens() -> None:
     runner = CountingRunner()
     made = proposer(runner)
     admit(made, SLOT, [1, 2])
-    made.begin(3)
     made.update([SlotUpdate(SLOT, [3])])
-    made.propose([SLOT])
+    made.propose([SLOT], 3)
     for tokens, missing in (([4, 5, 6, 7], 2), ([8, 50], 1), ([60], 1)):
         made.update([SlotUpdate(SLOT, tokens)])
         runner.plans.clear()
-        made.propose([SLOT])
+        made.propose([SLOT], 3)
         assert [row.num_tokens for plan in runner.plans for row in plan.rows] == [missing, 1, 1]

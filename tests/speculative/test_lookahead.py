@@ -40,10 +40,10 @@ def test_a_freed_slot_drops_its_pool() -> None:
     made = LookaheadProposer(2)
     made.admit(slot_init(3, [1, 2, 3, 1]))
     made.update([SlotUpdate(3, [2])])
-    assert made.propose([3])[0].tokens == (3, 1)
+    assert made.propose([3], 2)[0].tokens == (3, 1)
     made.forget(3)
     made.admit(slot_init(3, [9, 8, 9]))
-    assert made.propose([3])[0].tokens == (8, 9)
+    assert made.propose([3], 2)[0].tokens == (8, 9)
 
 
 def test_the_text_wins_unless_the_sampled_entry_is_longer() -> None:

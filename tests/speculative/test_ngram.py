@@ -69,8 +69,8 @@ def test_slots_are_independent_and_freed() -> None:
     apply_plan(proposer, StepPlan([], [one, two]))
     proposer.update([SlotUpdate(one.slot, [1]), SlotUpdate(two.slot, [1])])
     proposer.update([SlotUpdate(one.slot, [2]), SlotUpdate(two.slot, [2])])
-    drafts = proposer.propose([two.slot, one.slot])
+    drafts = proposer.propose([two.slot, one.slot], 4)
     assert [draft.tokens for draft in drafts] == [(8, 9, 1), (3, 9, 1)]
     apply_plan(proposer, StepPlan([], [slot_init(0, [4])], [one.slot]))
     proposer.update([SlotUpdate(one.slot, [1, 2])])
-    assert proposer.propose([one.slot]) == [NO_DRAFT]
+    assert proposer.propose([one.slot], 4) == [NO_DRAFT]

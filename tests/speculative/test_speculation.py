@@ -46,9 +46,6 @@ class Oracle:
     def forget(self, slot: SlotId) -> None:
         self._known.pop(slot, None)
 
-    def begin(self, _draft_length: int) -> None:
-        pass
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         for each in updates:
             self._known[each.slot] += each.tokens
@@ -56,7 +53,7 @@ class Oracle:
     def backlog(self, _slot: SlotId, _num_tokens: int) -> int:
         return 0
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId], _draft_length: int) -> list[Draft]:
         drafts = []
         for slot in slots:
             known = self._known[slot]

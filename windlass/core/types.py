@@ -74,6 +74,13 @@ _NUM_TOKENS, _NUM_DRAFTS = (
 )
 
 
+class StepOptions(NamedTuple):
+    """What a step computes beside its rows."""
+
+    draft_length: int = 0  # draft tokens to make for each sampled row, for the next step
+    needs_all_hidden: bool = False  # the hidden states of all positions are read, not only sampled
+
+
 class StepPlan(NamedTuple):
     """The work of one step. The runner does `copies` first; `freed` slots are empty."""
 
@@ -84,6 +91,7 @@ class StepPlan(NamedTuple):
     step: int = 0
     adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): load before the step
     num_pending_admissions: int = 0  # queued requests that are likely to join the next step
+    options: StepOptions = StepOptions()
 
     @property
     def num_tokens(self) -> int:

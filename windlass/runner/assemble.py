@@ -10,7 +10,7 @@ import torch
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
-from windlass.core.types import Row, SlotId, StepPlan
+from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
 from windlass.kernels.gemm import TorchGemm
@@ -277,11 +277,10 @@ class _Maker:
             slots=slots,
             sampler=sampler,
             gemm=self._loaded.gemm,
+            coarse_prompts=self._rounds_coarsely(),
         )
         if not parts.ops.is_triton:
-            runner = self._eager_or_cpu(runner_parts)
-            runner.coarse_prompts = self._rounds_coarsely()
-            return runner, cache
+            return self._eager_or_cpu(runner_parts), cache
         from windlass.kernels.triton.attention import tile_tokens
         from windlass.runner.cuda_runner import CudaRunner
         from windlass.runner.cuda_verify import CudaVerifyRunner
@@ -310,16 +309,15 @@ class _Maker:
         if self._config.model.enforce_eager:
             why = "--enforce-eager"
         if why is not None:
-            self.choices = [Choice("steps", "operator by operator", why)]
+            self.choices.append(Choice("steps", "operator by operator", why))
             return Runner(parts)
         from windlass.kernels.native.program import ProgramLimits
         from windlass.runner.cpu_runner import CpuRunner
 
         runner = CpuRunner(parts)
         positions = sampled_positions(self._config, self._hparams, self._limits)
-        self.choices = [
-            runner.record(ProgramLimits(self._limits.max_num_batched_tokens, positions))
-        ]
+        program_limits = ProgramLimits(self._limits.max_num_batched_tokens, positions)
+        self.choices.append(runner.record(program_limits))
         return runner
 
     def _rounds_coarsely(self) -> bool:
@@ -345,12 +343,11 @@ class _Maker:
         device = parts.device
         before = _free_after_sync(device)
         runner, _ = self.make(1)
-        runner.needs_all_hidden = True  # as for prompt logprobs
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
         rows = rehearsal(self._limits.max_num_batched_tokens, parts.max_positions, runner.padding)
-        runner.run(StepPlan(rows))
+        runner.run(StepPlan(rows, options=StepOptions(needs_all_hidden=True)))
         activations = torch.cuda.max_memory_allocated(device) - held
         del runner
         _free_after_sync(device)

@@ -119,7 +119,7 @@ class CpuRunner(Runner):
         indices = positions_of(rows, requests)
         # Draft tokens kept from an earlier step may exceed the program's capacity.
         too_many = program is not None and len(indices) > len(program.tokens)
-        if program is None or too_many or self.drafting:
+        if program is None or too_many or self._draft_length(plan):
             return super()._verify(plan)
         self._fill(rows)
         self._inputs.write_sampled(indices.tolist())

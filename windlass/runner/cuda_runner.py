@@ -246,7 +246,7 @@ class CudaRunner(Runner):
         size = self._graph_for(rows)
         batch_invariant = self._is_batch_invariant(rows)
         if size is None:
-            mixed = None if batch_invariant else self._mixed_for(rows)
+            mixed = None if batch_invariant else self._mixed_for(plan)
             if mixed is not None:
                 self._slots.send(grown)
                 mixed.launch()
@@ -259,9 +259,10 @@ class CudaRunner(Runner):
         graph.graph.replay()
         return self._collect(rows, list(range(len(rows))), graph.tokens, graph.logits)
 
-    def _mixed_for(self, rows: list[Row], drafting: int = 0) -> MixedStep | None:
-        """A mixed graph with these rows staged; None if no graph covers them."""
-        if self.needs_all_hidden or self._scores_prompts(rows):
+    def _mixed_for(self, plan: StepPlan, drafting: int = 0) -> MixedStep | None:
+        """A mixed graph with the plan's rows staged; None if no graph covers them."""
+        rows = plan.rows
+        if plan.options.needs_all_hidden or self._scores_prompts(rows):
             return None
         total = sum(row.num_tokens for row in rows)
         tokens = next((size for size in self._mixed_sizes if size > total), None)

@@ -104,8 +104,7 @@ class CudaVerifyRunner(CudaRunner):
             shape = (self._slots.num_slots + 1, 1 + drafter.num_siblings)
             self._siblings = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         for depth in self._depths:
-            self.drafting = depth
-            self._capture_verifications()
+            self._capture_verifications(depth)
         with torch.inference_mode():
             for tokens in reversed(self._mixed_sizes):
                 self._mixed_step(self._graph_shape(tokens, drafting=self._depths[-1]))
@@ -115,14 +114,14 @@ class CudaVerifyRunner(CudaRunner):
         self._capture_verifications()
 
     @torch.inference_mode()
-    def _capture_verifications(self) -> None:
+    def _capture_verifications(self, depth: int = 0) -> None:
         """Capture all graphs at start, the largest first, so that no request waits for a capture."""
         if not self._sizes:
             return
         for size in reversed([one for one in _SIZES if one < 2 * self._sizes[-1]]):
             for width in reversed(self._widths_of(size)):
-                if self.drafting or width > 1:
-                    self._captured_for(_Key(size, width, self.drafting, False))
+                if depth or width > 1:
+                    self._captured_for(_Key(size, width, depth, False))
 
     def _widths_of(self, size: int) -> list[int]:
         """The captured row widths for a batch of `size` rows."""
@@ -132,13 +131,13 @@ class CudaVerifyRunner(CudaRunner):
         return sorted({1, *fitting[1:2], fitting[-1]})
 
     def _submit(self, plan: StepPlan) -> PendingStep:
-        rows = plan.rows
+        rows, draft_length = plan.rows, self._draft_length(plan)
         ahead, self._prelaunched = self._prelaunched, None
-        if ahead is not None and not (self.drafting and ahead.is_for(plan)):
+        if ahead is not None and not (draft_length and ahead.is_for(plan)):
             self._undo_prelaunch(ahead)
             ahead = None
         self._note_prompts(plan)
-        if not self.drafting and not plan.has_drafts:
+        if not draft_length and not plan.has_drafts:
             return super()._submit(plan)
         self._put_adapters(plan)
         self._note_batch_invariant(plan)
@@ -147,7 +146,7 @@ class CudaVerifyRunner(CudaRunner):
         self._slots.send(self._slots.apply(plan))
         self._cache.copy(plan.copies)
         batch_invariant = self._is_batch_invariant(rows)
-        key = self._key_for(rows, batch_invariant)
+        key = self._key_for(rows, draft_length, batch_invariant)
         self._forget_siblings(rows)
         if key is None:
             return self._submit_with_prompts(plan, batch_invariant)
@@ -167,8 +166,8 @@ class CudaVerifyRunner(CudaRunner):
         """Use a mixed graph when no row verifies drafts or needs the host sampler, else run eagerly."""
         rows = plan.rows
         special = self._device_sampler.special([row.slot for row in rows])
-        if self.drafting and not (plan.has_drafts or special or batch_invariant):
-            mixed = self._mixed_for(rows, self._depths[-1])
+        if self._draft_length(plan) and not (plan.has_drafts or special or batch_invariant):
+            mixed = self._mixed_for(plan, self._depths[-1])
             if mixed is not None:
                 mixed.launch()
                 return PendingMixedStep(rows, mixed.tokens)
@@ -235,7 +234,7 @@ class CudaVerifyRunner(CudaRunner):
 
     # ---- captured graphs -----------------------------------------------------------------------
 
-    def _key_for(self, rows: list[Row], batch_invariant: bool) -> _Key | None:
+    def _key_for(self, rows: list[Row], draft_length: int, batch_invariant: bool) -> _Key | None:
         """The smallest graph that holds these rows; None for prompts and adapters."""
         if not self._sizes or len(rows) > _SIZES[-1]:
             return None
@@ -247,8 +246,8 @@ class CudaVerifyRunner(CudaRunner):
         width = self._width_for(size, longest)
         if width is None:
             return None
-        depth = next((depth for depth in self._depths if depth >= self.drafting), 0)
-        return _Key(size, width, depth if self.drafting else 0, batch_invariant)
+        depth = next((depth for depth in self._depths if depth >= draft_length), 0)
+        return _Key(size, width, depth if draft_length else 0, batch_invariant)
 
     def _width_for(self, size: int, longest: int) -> int | None:
         return next((width for width in self._widths_of(size) if width >= longest), None)
@@ -399,7 +398,7 @@ class CudaVerifyRunner(CudaRunner):
         rows = plan.rows
         ids, batch = self._batch(plan)
         aux_hidden_states = None
-        if self.drafting and self.drafter is not None:
+        if self._draft_length(plan) and self.drafter is not None:
             aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
         hidden = self._network(ids, batch, aux_hidden_states)
         results = self._draw(rows, batch, hidden)
@@ -407,7 +406,7 @@ class CudaVerifyRunner(CudaRunner):
             self._score_prompts(rows, batch.spans, hidden, results)
         if aux_hidden_states is None:
             return results
-        return self._draft(rows, ids, batch, hidden, aux_hidden_states, results)
+        return self._draft(plan, ids, batch, hidden, aux_hidden_states, results)
 
     def _draw(self, rows: list[Row], batch: StepBatch, hidden: Tensor) -> list[RowResult]:
         """Sample and verify; returns one result per row."""

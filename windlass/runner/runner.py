@@ -69,6 +69,7 @@ class RunnerParts:
     slots: SlotTables
     sampler: Sampler
     gemm: TorchGemm  # of the network; steps switch its batch-invariant mode
+    coarse_prompts: bool = False  # CPU GEMMs quantise prompt activations coarsely
 
 
 class Runner:
@@ -83,12 +84,8 @@ class Runner:
         self._device = parts.slots.device
         self._batch_invariant: set[SlotId] = set()  # slots of deterministic requests
         self.drafter: Drafter | None = None
-        self.drafting = 0  # draft tokens per row that the drafter makes at the end of a step
-        self.needs_all_hidden = (
-            False  # hidden states of all positions are read, not only sampled ones
-        )
         self._prompts: dict[SlotId, list[int]] = {}  # prompt tokens by slot, for the drafter
-        self.coarse_prompts = False  # CPU GEMMs quantise prompt activations coarsely
+        self._coarse_prompts = parts.coarse_prompts
         self._num_prompt: dict[SlotId, int] = {}  # prompt length by slot, if `coarse_prompts`
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
@@ -128,13 +125,17 @@ class Runner:
         A row with draft tokens returns 1 + the number of accepted ones.
         """
         self._prepare(plan)
-        speculates = self.drafting or plan.has_drafts
+        speculates = self._draft_length(plan) or plan.has_drafts
         compute = self._verify if speculates else self._compute
         return CompletedStep(StepResult(compute(plan)))
 
     def attach(self, drafter: Drafter) -> None:
-        """Add a drafter, which steps run when `drafting` is set."""
+        """Add a drafter, which runs in steps with a `draft_length`."""
         self.drafter = drafter
+
+    def _draft_length(self, plan: StepPlan) -> int:
+        """Draft tokens that the step makes; 0 if a proposer outside the runner makes them."""
+        return 0 if self.drafter is None else plan.options.draft_length
 
     def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
         """Add LoRA slots, which plans may fill and rows may use."""
@@ -170,12 +171,12 @@ class Runner:
         """Run a step that verifies draft tokens, drafts for the next step, or both."""
         ids, batch = self._batch(plan)
         with self._gemm.batch_invariant(batch.batch_invariant):
-            if not self.drafting or self.drafter is None:
+            if self.drafter is None or not self._draft_length(plan):
                 return self._sample_and_verify(plan.rows, batch, self._forward(ids, batch))
             aux_hidden_states = dict.fromkeys(self.drafter.layers, ids)
             hidden = self._forward(ids, batch, aux_hidden_states)
             results = self._sample_and_verify(plan.rows, batch, hidden)
-            return self._draft(plan.rows, ids, batch, hidden, aux_hidden_states, results)
+            return self._draft(plan, ids, batch, hidden, aux_hidden_states, results)
 
     def _forward(
         self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
@@ -192,7 +193,7 @@ class Runner:
             batch,
             batch_invariant=self._is_batch_invariant(rows),
             adapters=self._adapters(rows, [row.num_tokens for row in rows]),
-            logits_indices=self._logits_indices(rows) if self._gathers_sampled(rows) else None,
+            logits_indices=self._logits_indices(rows) if self._gathers_sampled(plan) else None,
             prompts=self._prompt_spans(rows),
         )
 
@@ -211,9 +212,10 @@ class Runner:
             first += row.num_tokens
         return spans
 
-    def _gathers_sampled(self, rows: Sequence[Row]) -> bool:
+    def _gathers_sampled(self, plan: StepPlan) -> bool:
         """Whether so few hidden states are sampled that gathering them pays."""
-        if self.needs_all_hidden or self._scores_prompts(rows):
+        rows = plan.rows
+        if plan.options.needs_all_hidden or self._scores_prompts(rows):
             return False
         read = sum(1 + row.num_drafts for row in rows if row.sample)
         return 2 * max(1, read) <= sum(row.num_tokens for row in rows)
@@ -243,7 +245,7 @@ class Runner:
         )
 
     def _note_lengths(self, plan: StepPlan) -> None:
-        if not self.coarse_prompts:
+        if not self._coarse_prompts:
             return
         for slot in plan.freed:
             self._num_prompt.pop(slot, None)
@@ -311,7 +313,7 @@ class Runner:
 
     def _draft(
         self,
-        rows: list[Row],
+        plan: StepPlan,
         ids: Tensor,
         batch: StepBatch,
         hidden: Tensor,
@@ -320,6 +322,7 @@ class Runner:
     ) -> list[RowResult]:
         """Add draft tokens to the rows that sampled. The drafter reads all rows."""
         assert self.drafter is not None
+        rows = plan.rows
         following = ids.roll(-1)
         indices: list[int] = []
         tokens: list[int] = []
@@ -353,7 +356,7 @@ class Runner:
             batch=batch,
             decode_batch=self._decode_batch,
         )
-        drafts = iter(self.drafter.draft(found, self.drafting).tolist())
+        drafts = iter(self.drafter.draft(found, self._draft_length(plan)).tolist())
         return [
             result._replace(drafts=tuple(next(drafts))) if row.sample else result
             for row, result in zip(rows, results, strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
+from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepOptions, StepPlan
 from windlass.errors import EngineError
 from windlass.models.network import Network
 from windlass.runner.runner import Runner
@@ -70,7 +70,6 @@ class Scorer:
         self.network = network
         self.limits = limits
         self.vocab_size = vocab_size
-        runner.needs_all_hidden = True
         self._runner = runner
         self._block_size = block_size
 
@@ -155,7 +154,8 @@ class Scorer:
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
             rows.append(Row(name, slot, start, len(part), part, blocks, False))
         # Sample and discard one token, so that the step takes the same path as a served one.
-        return StepPlan([*rows[:-1], rows[-1]._replace(sample=True)], admitted)
+        rows[-1] = rows[-1]._replace(sample=True)
+        return StepPlan(rows, admitted, options=StepOptions(needs_all_hidden=True))
 
     def _run(self, plan: StepPlan) -> Tensor:
         """Run a step and return the network's hidden states, caught by a forward hook."""

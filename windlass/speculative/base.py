@@ -69,13 +69,6 @@ class Proposer(Protocol):
         """Drop a freed slot; unknown slots are ignored."""
         ...
 
-    def begin(self, draft_length: int) -> None:
-        """Announce a step after which each row needs `draft_length` draft tokens.
-
-        0: none, and `propose` is not called. Not called again while following steps need none.
-        """
-        ...
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         """Append the tokens of slots since their last update: one step, or several without drafts."""
         ...
@@ -84,8 +77,11 @@ class Proposer(Protocol):
         """Number of the slot's `num_tokens`, without the last, to compute before drafting."""
         ...
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
-        """Draft for each of these slots, which were all updated just before."""
+    def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
+        """Draft for each of these slots, which were all updated just before.
+
+        A free proposer may draft more tokens than `draft_length`.
+        """
         ...
 
 

@@ -137,7 +137,6 @@ class DraftRunnerProposer:
         self._target_vocab = target_vocab
         self._slots: dict[SlotId, _SlotState] = {}
         self._freed: list[SlotId] = []
-        self._draft_length = 0
         self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
 
     def admit(self, new: SlotInit) -> None:
@@ -154,9 +153,6 @@ class DraftRunnerProposer:
         if state is not None and state.admitted:
             self._freed.append(slot)
 
-    def begin(self, draft_length: int) -> None:
-        self._draft_length = draft_length
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         for each in updates:
             self._slots[each.slot].extend(each.tokens)
@@ -171,11 +167,11 @@ class DraftRunnerProposer:
             computed = self._num_cached(state)
         return max(0, num_tokens - 1 - computed)
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
         ready = self._ready(slots)
         first, plans = self._catch_up(ready)
         lengths = {
-            slot: min(self._draft_length, self._capacity(state) - len(state.tokens) + 1)
+            slot: min(draft_length, self._capacity(state) - len(state.tokens) + 1)
             for slot, state in ready.items()
             if slot in first
         }

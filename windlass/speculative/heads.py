@@ -168,7 +168,7 @@ def _rename(name: str, renamed: Mapping[str, str]) -> str:
 
 
 class HeadProposer:
-    """Returns the drafts of the runner's drafter, and sets its draft length."""
+    """Returns the drafts of the runner's drafter."""
 
     free = False
     in_step = True
@@ -183,9 +183,6 @@ class HeadProposer:
     def forget(self, slot: SlotId) -> None:
         self._drafts.pop(slot, None)
 
-    def begin(self, draft_length: int) -> None:
-        self._runner.drafting = draft_length
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         for each in updates:
             self._drafts[each.slot] = each.drafts
@@ -194,7 +191,8 @@ class HeadProposer:
         del slot, num_tokens
         return 0
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
+        del draft_length  # the step has made the drafts
         prelaunched = self._runner.is_prelaunched
         return [Draft(self._drafts[slot], prelaunched=prelaunched) for slot in slots]
 

@@ -116,9 +116,6 @@ class LookaheadProposer:
         self._slots.pop(slot, None)
         self._unread.pop(slot, None)
 
-    def begin(self, draft_length: int) -> None:
-        """Do nothing: the governor shortens the drafts."""
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         for each in updates:
             if each.slot in self._unread:
@@ -130,7 +127,8 @@ class LookaheadProposer:
         del slot, num_tokens
         return 0
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
+        del draft_length  # the governor shortens the drafts
         for slot in slots:
             if slot in self._unread:
                 self._slots[slot] = Pool(self._unread.pop(slot))

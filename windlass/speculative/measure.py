@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepPlan
+from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepOptions, StepPlan
 from windlass.speculative.base import Draft, Proposer, SlotUpdate, apply_plan, slot_update
 from windlass.speculative.costs import DraftCosts, StepCosts
 from windlass.speculative.speculation import Submits
@@ -265,7 +265,6 @@ class _Steps:
         """Time a step without drafts, launched while the previous one is in flight."""
         plan = _plan(size, self.limits.single_tokens(lookahead=0))
         apply_plan(self.proposer, plan)
-        self.proposer.begin(0)
         self.runner.submit(plan).wait()
         again = _again(plan)
         start = self.clock()
@@ -291,8 +290,7 @@ class _Steps:
         plan = _plan(num_rows, self.draft_limits(draft_length))
         drafts, best = self._draft(plan, draft_length), inf
         for _ in range(_NUM_VERIFICATIONS):
-            plan = _verification(plan, drafts)
-            self.proposer.begin(draft_length)
+            plan = _drafting(_verification(plan, drafts), draft_length)
             results = self.runner.submit(plan).wait().rows
             accepted = [
                 SlotUpdate(row.slot, [*row.tokens[1:], result.tokens[-1]])
@@ -300,7 +298,7 @@ class _Steps:
             ]
             start = self.clock()
             self.proposer.update(accepted)
-            drafts = self.proposer.propose([row.slot for row in plan.rows])
+            drafts = self.proposer.propose([row.slot for row in plan.rows], draft_length)
             best = min(best, self.clock() - start)
         return best
 
@@ -308,14 +306,13 @@ class _Steps:
         """Time the first draft token of a request whose tokens the proposer has not computed."""
         plan = _plan(1, self.limits.single_tokens(lookahead=num_tokens))
         apply_plan(self.proposer, plan)
-        self.proposer.begin(1)
         self.runner.submit(plan).wait()
         (slot,) = (row.slot for row in plan.rows)
         start = self.clock()
         self.proposer.update([SlotUpdate(slot, [token] * num_tokens)])
         if not self.proposer.backlog(slot, 1 + num_tokens):
             return 0.0
-        self.proposer.propose([slot])
+        self.proposer.propose([slot], draft_length=1)
         return self.clock() - start
 
     def draft_limits(self, draft_length: int) -> MeasureLimits:
@@ -325,16 +322,15 @@ class _Steps:
 
     def _run(self, plan: StepPlan) -> list[RowResult]:
         apply_plan(self.proposer, plan)
-        self.proposer.begin(0)
         results = self.runner.submit(plan).wait().rows
         self._update(plan, results)
         return results
 
     def _draft(self, plan: StepPlan, draft_length: int) -> list[Draft]:
         apply_plan(self.proposer, plan)
-        self.proposer.begin(draft_length)
-        self._update(plan, self.runner.submit(plan).wait().rows)
-        return self.proposer.propose([row.slot for row in plan.rows]) if draft_length else []
+        self._update(plan, self.runner.submit(_drafting(plan, draft_length)).wait().rows)
+        slots = [row.slot for row in plan.rows]
+        return self.proposer.propose(slots, draft_length) if draft_length else []
 
     def _update(self, plan: StepPlan, results: list[RowResult]) -> None:
         pairs = zip(plan.rows, results, strict=True)
@@ -342,6 +338,11 @@ class _Steps:
 
 
 # ---- plans -------------------------------------------------------------------------------------
+
+
+def _drafting(plan: StepPlan, draft_length: int) -> StepPlan:
+    """The plan, with drafting in the step if the runner has a drafter."""
+    return plan._replace(options=StepOptions(draft_length=draft_length))
 
 
 def _again(plan: StepPlan) -> StepPlan:

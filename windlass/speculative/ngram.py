@@ -91,9 +91,6 @@ class NgramProposer:
         self._slots.pop(slot, None)
         self._unread.pop(slot, None)
 
-    def begin(self, draft_length: int) -> None:
-        """Do nothing: the governor shortens the drafts."""
-
     def update(self, updates: Sequence[SlotUpdate]) -> None:
         unread = self._unread
         for each in updates:
@@ -103,7 +100,8 @@ class NgramProposer:
         del slot, num_tokens
         return 0
 
-    def propose(self, slots: Sequence[SlotId]) -> list[Draft]:
+    def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
+        del draft_length  # the governor shortens the drafts
         drafts = []
         for slot in slots:
             index, unread = self._slots[slot], self._unread[slot]

@@ -84,7 +84,6 @@ class Speculation:
         self._skipped = 0  # the last step that it does not have
         self._kinds: dict[SlotId, int] = {}
         self._number = 0  # of the last step
-        self._draft_length = 0  # as the proposer knows it
         self._since: dict[SlotId, int] = {}  # the step in which a slot's request was admitted here
         self._changed = 0  # the last step with an admitted or freed slot
         self._found = True  # whether the last probe found drafts
@@ -92,7 +91,6 @@ class Speculation:
         self._last_arrival = 0, 0.0  # number of the last finished step, and its time
         # Whether the proposer computes tokens of its own, outside the runner's steps.
         self._computes = not (proposer.free or proposer.in_step)
-        self._begin(0)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step and wait for it; its results carry drafts for the next step."""
@@ -108,15 +106,13 @@ class Speculation:
         if self._unseen and (allowed or self._holders):
             self._admit_unseen()
         if not self._holders and not (allowed and self._is_observed(plan)):
-            if self._draft_length:
-                self._begin(0)
             self._skipped = self._number
             return self._runner.submit(plan)  # its result passes unseen
         slots = [row.slot for row in plan.rows]
         has_drafts = bool(self._holders) and plan.has_drafts
         self._holders.difference_update(slots)
         length = self._next_draft_length(slots) if allowed else 0
-        self._begin(length)
+        plan = plan._replace(options=plan.options._replace(draft_length=length))
         step = Started(
             plan=plan,
             number=self._number,
@@ -142,10 +138,6 @@ class Speculation:
         if self._number % _TIMED_EVERY < 2:
             return True
         return not self._governor.pass_idle_step(len(plan.rows))
-
-    def _begin(self, draft_length: int) -> None:
-        self._draft_length = draft_length
-        self._proposer.begin(draft_length)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         self._changed = self._number
@@ -194,7 +186,7 @@ class Speculation:
         drafted = [i for i in sampled if self._governor.may_draft(rows[i].slot)]
         if step.draft_length and drafted:
             backlog = self._num_behind([rows[i].slot for i in drafted])
-            result = StepResult(self._with_drafts(rows, results, drafted))
+            result = StepResult(self._with_drafts(step, results, drafted))
             drafting = self._clock() - now
             if backlog:
                 self._governor.observe_catch_up(
@@ -246,11 +238,12 @@ class Speculation:
                 )
 
     def _with_drafts(
-        self, rows: list[Row], results: list[RowResult], drafted: list[int]
+        self, step: Started, results: list[RowResult], drafted: list[int]
     ) -> list[RowResult]:
         """The results, with drafts for some of the rows."""
+        rows = step.plan.rows
         slots = [rows[i].slot for i in drafted]
-        drafts = self._proposer.propose(slots)
+        drafts = self._proposer.propose(slots, step.draft_length)
         prompt_tokens = sum(row.num_tokens for row in rows if not row.sample)
         counts = self._governor.choose(slots, drafts, prompt_tokens)
         self._found = any(counts)
