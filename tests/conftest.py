@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from windlass.config import ModelConfig
 from windlass.models.source import resolve
 
 if TYPE_CHECKING:
     import torch
+
+# No test depends on the wall clock: a busy machine may take any time for an example.
+settings.register_profile("any speed", deadline=None)
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")

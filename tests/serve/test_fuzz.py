@@ -88,7 +88,6 @@ _SETTINGS = settings(
     max_examples=60,
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.fakes import ByteTokenizer
@@ -51,7 +51,6 @@ def test_an_incomplete_character_is_replaced_at_the_end(byte_pieces: bool) -> No
     assert stream.push([], last=True).text == "\ufffd"
 
 
-@settings(deadline=None)  # a busy machine is slow
 @given(st.lists(st.sampled_from([*b"ab", *"é日🎉".encode(), 0xFF, 0x80]), max_size=30))
 def test_any_bytes_decode_as_with_an_incremental_decoder(ids: list[int]) -> None:
     stream = TextStream(ByteTokenizer(pieces=True), SamplingParams())
@@ -89,7 +88,6 @@ def test_a_prefix_of_a_stop_string_is_sent_at_the_end() -> None:
     assert stream.stopped_by is None
 
 
-@settings(deadline=None)  # a busy machine is slow
 @given(
     text=st.text(max_size=40),
     stops=st.lists(st.text(min_size=1, max_size=4), max_size=3),
