@@ -15,8 +15,6 @@ from windlass.errors import OutOfMemory
 class LazyStep:
     """A launched step that is computed only in `wait`, as late as possible."""
 
-    has_drafts = False
-
     def __init__(self, compute: Callable[[], StepResult]) -> None:
         self._compute = compute
 

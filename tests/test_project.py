@@ -63,6 +63,7 @@ BELOW: dict[str, set[str]] = {
 }
 # The runner's side imports only plain values from core.
 TYPES = {"windlass.core." + name for name in ("card", "sampling", "tokenizer", "types")}
+TYPES |= {"windlass.core.speculation." + name for name in ("costs", "facts")}
 # Of text/, the computing side uses the matcher that follows one request's grammar.
 MATCHER = "windlass.text.grammar.matcher"
 COMPUTING = {"kernels", "parallel", "quant", "layers", "models", "lora", "runner", "speculative"}

@@ -24,6 +24,7 @@ from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
+from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine
 from windlass.engine import Runner as EngineRunner
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.speculative.setup import SpeculationSetup
-    from windlass.speculative.speculation import KnownTokens
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
 _MEASURED = ("graphs", "activations")
@@ -160,6 +160,11 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
         *([adapters.choice] if adapters is not None else []),
     ]
+    with log.phase("speculation"):
+        runner, drafts, choice = _start_speculation(
+            speculation, made=made, limits=limits, requested=requested_spec
+        )
+    log.choices.append(choice)
     scheduler = make_scheduler(
         config,
         limits,
@@ -167,17 +172,15 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         made.max_model_len,
         source.eos_ids,
         why_not_batch_invariant=weights.why_not_batch_invariant,
-        drafts=DraftLimits(
+        draft_limits=DraftLimits(
             lookahead=speculation.lookahead,
             lookahead_after_drafts=speculation.lookahead_after_drafts,
             drop_drafts_below=made.runner.max_mixed_tokens,
         ),
         adapters=adapters,
         grammars=grammars,
+        drafts=drafts,
     )
-    with log.phase("speculation"):
-        runner, choice = speculation.start(made, limits, requested_spec, scheduler.known)
-    log.choices.append(choice)
     adapter_memory = {} if adapters is None else {"adapters": adapters.bank.num_bytes}
     report = EngineReport(
         max_model_len=made.max_model_len,
@@ -320,14 +323,22 @@ def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> Ada
 
 
 class _NoSpeculation:
-    """Speculation is off: `start` returns the runner unchanged."""
+    """Speculation is off."""
 
     token_bytes = lookahead = lookahead_after_drafts = 0
 
-    def start(
-        self, made: Assembled, _limits: Limits, _requested: str, _known: KnownTokens
-    ) -> tuple[EngineRunner, Choice]:
-        return made.runner, Choice("speculation", "none", "as set")
+
+def _start_speculation(
+    setup: SpeculationSetup | _NoSpeculation, *, made: Assembled, limits: Limits, requested: str
+) -> tuple[EngineRunner, DraftPlanner | None, Choice]:
+    """The runner, with a proposer if there is one, and what decides on drafts for the scheduler."""
+    if isinstance(setup, _NoSpeculation):
+        return made.runner, None, Choice("speculation", "none", "as set")
+    started = setup.start(made, limits, requested)
+    drafts = None
+    if started.facts is not None:
+        drafts = make_draft_planner(started.facts, setup.check_costs)
+    return started.runner, drafts, started.choice
 
 
 def _resolve_speculation(config: EngineConfig, source: Source, device: str) -> EngineConfig:
@@ -367,13 +378,14 @@ def make_scheduler(
     max_model_len: int,
     eos_ids: tuple[int, ...] = (),
     why_not_batch_invariant: str | None = None,
-    drafts: DraftLimits | None = None,
+    draft_limits: DraftLimits | None = None,
     adapters: AdapterSetup | None = None,
     grammars: Grammars | None = None,
+    drafts: DraftPlanner | None = None,
 ) -> Scheduler:
     """Make the scheduler for a config. Needs no model."""
     settings = config.scheduler
-    drafts = drafts or DraftLimits()
+    draft_limits = draft_limits or DraftLimits()
     return Scheduler(
         SchedulerLimits(
             max_num_seqs=limits.max_num_seqs,
@@ -384,9 +396,9 @@ def make_scheduler(
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             chunked_prefill=settings.enable_chunked_prefill,
             why_not_batch_invariant=why_not_batch_invariant,
-            lookahead=drafts.lookahead,
-            lookahead_after_drafts=drafts.lookahead_after_drafts,
-            drop_drafts_below=drafts.drop_drafts_below,
+            lookahead=draft_limits.lookahead,
+            lookahead_after_drafts=draft_limits.lookahead_after_drafts,
+            drop_drafts_below=draft_limits.drop_drafts_below,
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids=eos_ids,
@@ -396,6 +408,7 @@ def make_scheduler(
         seed=config.model.seed,
         adapters=Adapters(config.lora.max_loras, adapters.store) if adapters is not None else None,
         grammars=grammars,
+        drafts=drafts,
     )
 
 

@@ -20,10 +20,7 @@ from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
 class PendingStep(Protocol):
-    """A launched step. The engine waits for a step that `has_drafts` before it plans the next one."""
-
-    @property
-    def has_drafts(self) -> bool: ...
+    """A launched step."""
 
     def wait(self) -> StepResult: ...
 
@@ -109,7 +106,7 @@ class Engine:
 
     def _step_overlapped(self) -> list[Output]:
         outputs = []
-        if self._in_flight is not None and self._in_flight[1].has_drafts:
+        if self._in_flight is not None and self._in_flight[0].options.next_plan_waits:
             outputs = self._finish(*self._in_flight)
             self._in_flight = None
         plan = self._scheduler.plan(self._clock())

@@ -87,7 +87,7 @@ def test_a_plan_counts_pending_admissions(
     for i in range(3):
         world.add(request(str(i), tokens_of(8, first=0 if alike else i), max_tokens=2))
     plan = world.plan()
-    assert plan.num_pending_admissions == joining
+    assert world.scheduler.num_pending_admissions == joining
     world.commit(plan, world.runner.run(plan))
     world.finish_all()
 

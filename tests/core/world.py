@@ -50,6 +50,7 @@ class FakeRunner:
     block_size: int
     random: Random = field(default_factory=lambda: Random(0))
     draft_length: int = 0
+    obeys_plans: bool = False  # drafts only after steps whose plan asks for drafts
     num_computed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +67,11 @@ class FakeRunner:
             self.tables[admission.slot] = []
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
-        return StepResult([self._run_row(row) for row in plan.rows])
+        rows = [self._run_row(row) for row in plan.rows]
+        if self.obeys_plans:
+            max_length = plan.options.draft_length
+            rows = [got._replace(drafts=got.drafts[:max_length]) for got in rows]
+        return StepResult(rows)
 
     def _run_row(self, row) -> RowResult:
         table = self.tables[row.slot]

@@ -14,9 +14,10 @@ from tests.gpu.test_speculation import make
 from tests.speculative import test_heads
 from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
+from windlass.core.speculation import governor
 from windlass.runner.cuda_verify import CudaVerifyRunner
 from windlass.runner.drafter import DrafterInputs
-from windlass.speculative import governor, medusa
+from windlass.speculative import medusa
 
 pytestmark = [
     pytest.mark.gpu,

@@ -61,8 +61,6 @@ def test_requests_and_idle_time_add_up_to_the_elapsed_time(overlap: bool) -> Non
 
 
 class _Done:
-    has_drafts = False
-
     def __init__(self, result: object) -> None:
         self.wait = lambda: result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.speculative.governor import StepTime
+from windlass.core.speculation.governor import StepTime
 
 
 def plain(seconds: float, num_rows: int = 1, draft_length: int = 0) -> StepTime:

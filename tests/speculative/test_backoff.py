@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from tests.speculative.test_speculation import RecordingRunner
-from windlass import SamplingParams
-from windlass.core.types import Row, SlotId, SlotInit, StepPlan
-from windlass.runner.runner import CompletedStep
-from windlass.speculative.backoff import Backoff, BackoffSchedule
-from windlass.speculative.costs import StepCosts
-from windlass.speculative.governor import Governor
-from windlass.speculative.ngram import NgramProposer
-from windlass.speculative.speculation import Speculation
+from windlass.core.speculation.backoff import Backoff, BackoffSchedule
 
 SCHEDULE = BackoffSchedule(patience=2, first=4, max_wait=10)
 
@@ -44,23 +36,3 @@ def test_a_failure_after_an_ended_wait_repeats_its_length() -> None:
     assert attempts(backoff, range(10, 30)) == [10, 18, 28]
     backoff.end_wait(40)
     assert attempts(backoff, range(40, 60)) == [40, 50], "the wait was over already"
-
-
-def test_idle_steps_pass_through_and_one_in_sixteen_is_timed() -> None:
-    expensive = Governor(StepCosts({1: 1.0, 2: 9.0}), 100)
-    timed: list[int] = []
-    expensive.observe_step = lambda *_: timed.append(runner._number)
-    num_rows = 9
-    slots = [SlotId(slot) for slot in range(num_rows)]
-    tokens = {slot: [1, 2] for slot in slots}
-    runner = Speculation(RecordingRunner(), NgramProposer(1, 2, 4), expensive, lambda: tokens)
-    new = [SlotInit(str(s), s, [1, 2], 2, SamplingParams(), frozenset(), 0) for s in slots]
-    rows = [Row(str(slot), slot, 1, 1, (2,), (), True) for slot in slots]
-    num_passed = 0
-    for step in range(512):
-        pending = runner.submit(StepPlan(rows, [] if step else new))
-        num_passed += isinstance(pending, CompletedStep)
-        for slot, found in zip(slots, pending.wait().rows, strict=True):
-            tokens[slot] += found.tokens
-    assert num_passed > 0.8 * 512
-    assert 32 <= len(timed) <= 64

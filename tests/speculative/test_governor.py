@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from tests.speculative.step_times import drafted, plain
-from windlass.speculative.base import NO_DRAFT, Draft
-from windlass.speculative.costs import DraftCosts, StepCosts
-from windlass.speculative.governor import Governor
+from windlass.core.speculation.costs import DraftCosts, StepCosts
+from windlass.core.speculation.governor import Governor
+from windlass.core.types import Draft
+from windlass.speculative.base import NO_DRAFT
 
 # Reading the weights costs 10, each token 1: memory-bound at first, as real steps are.
 MEMORY_BOUND = StepCosts({1: 11.0, 2: 12.0, 64: 74.0})
@@ -342,9 +343,7 @@ def test_drafts_stay_within_the_positions_of_a_step() -> None:
 
 
 def test_drafts_stay_within_the_limit_per_row() -> None:
-    made = Governor(
-        StepCosts({1: 1.0, 2: 1.0}), 1000, max_drafts_per_row=lambda num_rows: 4 - num_rows
-    )
+    made = Governor(StepCosts({1: 1.0, 2: 1.0}), 1000, max_drafts_per_row=(4, 3, 2, 1, 0))
     for slot in range(3):
         made.admit(slot)
     assert next_step(made, [0]) == [3]
@@ -376,4 +375,4 @@ def test_prelaunched_drafts_are_not_shortened() -> None:
     made = governor(COMPUTE_BOUND, slots=2)
     drafts = [FOUR, NO_DRAFT]
     assert made.choose([0, 1], drafts, 0) == [0, 0]
-    assert made.choose([0, 1], [draft._replace(prelaunched=True) for draft in drafts], 0) == [4, 0]
+    assert made.choose([0, 1], drafts, 0, prelaunched=True) == [4, 0]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
+from windlass.core.speculation import governor
 from windlass.errors import CheckpointError, ConfigError
 from windlass.kernels.batch import Heads
 from windlass.runner.drafter import DrafterInputs
-from windlass.speculative import governor
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.medusa import MedusaDrafter, MedusaWeights
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
@@ -140,14 +140,14 @@ def test_both_naming_schemes_give_the_same_drafts(model: Path, tmp_path: Path) -
     found = []
     for folder in (eagle(tmp_path / "a"), eagle(tmp_path / "b", layer="layers.0")):
         llm = make(model, spec="eagle", spec_model=str(folder), spec_tokens=2)
-        runner = llm.engine._runner
-        runner._governor.draft_length = lambda *_: 2
-        runner._governor.choose = lambda slots, drafts, _: (
+        made = llm.engine._scheduler._drafts._governor
+        made.draft_length = lambda *_: 2
+        made.choose = lambda slots, drafts, *_: (
             found.extend(draft.tokens for draft in drafts) or [0] * len(slots)
         )
         llm.generate([PROMPT], SAMPLING["greedy"])
-    assert len(found) == 48
-    assert found[:24] == found[24:]
+    assert len(found) == 46
+    assert found[:23] == found[23:]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import SlotInit
-from windlass.speculative.base import Draft, SlotUpdate
+from windlass.core.types import Draft, SlotInit
+from windlass.speculative.base import SlotUpdate
 from windlass.speculative.lookahead import LookaheadProposer, Pool
 
 

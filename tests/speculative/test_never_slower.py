@@ -9,9 +9,10 @@ from random import Random
 
 import pytest
 
-from windlass.speculative.base import NO_DRAFT, Draft
-from windlass.speculative.costs import DraftCosts, StepCosts
-from windlass.speculative.governor import Governor, StepTime
+from windlass.core.speculation.costs import DraftCosts, StepCosts
+from windlass.core.speculation.governor import Governor, StepTime
+from windlass.core.types import Draft
+from windlass.speculative.base import NO_DRAFT
 
 # In steps of one token; a second token costs much on a CPU, and on a GPU nothing up to a point.
 CPU = StepCosts({1: 1.0, 2: 1.4, 4: 2.1, 8: 3.6, 16: 6.6, 32: 12.4, 128: 48.0})

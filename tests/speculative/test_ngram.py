@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import SlotId, SlotInit, StepPlan
-from windlass.speculative.base import NO_DRAFT, Draft, SlotUpdate, apply_plan
+from windlass.core.types import Draft, SlotId, SlotInit, StepPlan
+from windlass.speculative.base import NO_DRAFT, SlotUpdate, apply_plan
 from windlass.speculative.ngram import Index, NgramProposer
 
 

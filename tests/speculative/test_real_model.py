@@ -10,12 +10,12 @@ import torch
 from windlass import LLM, SamplingParams
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
+from windlass.core.speculation import governor
+from windlass.core.speculation.costs import Costs, StepCosts
 from windlass.core.types import SlotInit
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import SampleRequest, verify
-from windlass.speculative import governor, setup
-from windlass.speculative.costs import StepCosts
-from windlass.speculative.measure import Costs
+from windlass.speculative import setup
 from windlass.speculative.measurement_cache import MeasurementCache
 
 TEXT = "Two boats lay at the pier, and a gull walked along the rail."

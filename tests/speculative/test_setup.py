@@ -13,6 +13,8 @@ import pytest
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig, ModelConfig, SpecConfig, flag
+from windlass.core.speculation.costs import Costs, DraftCosts, StepCosts
+from windlass.core.speculation.governor import Governor
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
 from windlass.models.dummy import ByteTokenizer
@@ -21,11 +23,9 @@ from windlass.runner import assemble
 from windlass.serve.metrics import Metrics
 from windlass.speculative import exits, setup
 from windlass.speculative.auto import detect_method, resolve_auto
-from windlass.speculative.costs import DraftCosts, StepCosts
 from windlass.speculative.draft_model import compare_vocabularies
 from windlass.speculative.exits import candidate_layers
-from windlass.speculative.governor import Governor
-from windlass.speculative.measure import Costs, SpotCheck
+from windlass.speculative.measure import SpotCheck
 from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative_config import SpecName
 

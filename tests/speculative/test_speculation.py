@@ -13,15 +13,15 @@ import pytest
 from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
 from windlass.config import EngineConfig
-from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
+from windlass.core.speculation import governor
+from windlass.core.speculation.costs import Costs, StepCosts
+from windlass.core.types import Draft, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.errors import ConfigError
 from windlass.runner.runner import CompletedStep
-from windlass.speculative import governor, ngram, setup
-from windlass.speculative.base import Draft, SlotUpdate
-from windlass.speculative.costs import StepCosts
-from windlass.speculative.measure import Costs, MeasureLimits, measure
+from windlass.speculative import ngram, setup
+from windlass.speculative.base import SlotUpdate
+from windlass.speculative.measure import MeasureLimits, measure
 from windlass.speculative.ngram import NgramProposer
-from windlass.speculative.speculation import Speculation
 
 PROMPTS = [PROMPT, *SIBLINGS]
 COUNT = 30
@@ -50,7 +50,7 @@ class Oracle:
         for each in updates:
             self._known[each.slot] += each.tokens
 
-    def backlog(self, _slot: SlotId, _num_tokens: int) -> int:
+    def backlog(self, _slot: SlotId) -> int:
         return 0
 
     def propose(self, slots: Sequence[SlotId], _draft_length: int) -> list[Draft]:
@@ -89,7 +89,7 @@ def model_in(path: Path, **changes: Any) -> Path:
 def verify_all(monkeypatch) -> None:
     """Verify every draft token, whatever it costs on a model this small."""
 
-    def choose(_self: Any, _slots: Any, drafts: Sequence[Draft], _others: int) -> list[int]:
+    def choose(_self: Any, _slots: Any, drafts: Sequence[Draft], *_: Any) -> list[int]:
         return [len(draft.tokens) for draft in drafts]
 
     monkeypatch.setattr(governor.Governor, "choose", choose)
@@ -278,96 +278,6 @@ def test_costs_are_measured_within_the_limits(
         assert all(block < num_blocks for block in held)
         for row in plan.rows:
             assert row.start + row.num_tokens <= len(tables[row.slot]) * block_size
-
-
-def test_results_of_a_reassigned_slot_are_ignored() -> None:
-    """Steps may overlap: an abort frees a slot whose step is still pending."""
-    some = StepCosts({1: 1.0, 2: 1.0})
-    proposer = NgramProposer(1, 2, 4)
-    runner = Speculation(RecordingRunner(), proposer, governor.Governor(some, 100), dict)
-    params = SamplingParams()
-
-    def step(name: str, freed: list[SlotId]) -> StepPlan:
-        new = SlotInit(name, SlotId(0), [5, 6], 2, params, frozenset(), 0)
-        return StepPlan([Row(name, SlotId(0), 0, 2, (5, 6), (), True)], [new], freed)
-
-    first = runner.submit(step("a", []))
-    second = runner.submit(step("b", [SlotId(0)]))
-    first.wait()
-    assert proposer._unread[SlotId(0)] == [5, 6]
-    runner.submit(StepPlan([], freed=[SlotId(0)]))
-    second.wait()
-    assert proposer._unread == {}
-
-
-def test_the_proposer_gets_skipped_tokens_when_it_drafts_again() -> None:
-    some = StepCosts({1: 1.0, 2: 1.0})
-    proposer = NgramProposer(1, 2, 4)
-    tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
-    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
-    runner = Speculation(RecordingRunner(), proposer, made, lambda: tokens)
-    params = SamplingParams()
-    new = [
-        SlotInit(str(slot), slot, list(known), len(known), params, frozenset(), 0)
-        for slot, known in tokens.items()
-    ]
-    rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
-    for step in range(3):  # with too many rows for drafts
-        results = runner.run(StepPlan(rows, new if step == 0 else [])).rows
-        for row, result in zip(rows, results, strict=True):
-            tokens[row.slot] += result.tokens
-    passing = SlotInit("x", SlotId(2), [3], 1, params, frozenset(), 0)
-    runner.run(StepPlan([], [passing], num_pending_admissions=2))
-    runner.run(StepPlan([], freed=[SlotId(2)], num_pending_admissions=2))
-    assert proposer._unread == {}, (
-        "slots are admitted when drafting resumes, and not at all if they are gone"
-    )
-    runner.run(StepPlan(rows[:1]))
-    assert set(proposer._slots) == set(made._slots) == {0, 1}
-    assert proposer._slots[SlotId(0)]._tokens == [*tokens[SlotId(0)], *results[0].tokens]
-    assert proposer._unread[SlotId(1)] == tokens[SlotId(1)]
-
-
-def test_a_large_step_passes_unobserved() -> None:
-    """Its tokens reach the proposer later, and neither it nor the next step is timed."""
-    some = StepCosts({1: 1.0, 2: 1.0})
-    proposer = NgramProposer(1, 2, 4)
-    tokens = {SlotId(0): [5, 6], SlotId(1): [8]}
-    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
-    timed: list[float] = []
-    made.observe_step = lambda step: timed.append(step.step_s)
-    now = 0.0
-    runner = Speculation(RecordingRunner(), proposer, made, lambda: tokens, clock=lambda: now)
-    new = [
-        SlotInit(str(slot), slot, list(known), len(known), SamplingParams(), frozenset(), 0)
-        for slot, known in tokens.items()
-    ]
-    rows = [Row(each.request_id, each.slot, 0, 1, (5,), (), True) for each in new]
-    small, large = StepPlan(rows[:1], new), StepPlan(rows)
-    first, second = runner.submit(small), runner.submit(large)
-    now = 1.0
-    tokens[SlotId(0)] += first.wait().rows[0].tokens
-    assert timed == [1.0]
-    third = runner.submit(StepPlan(rows[:1]))
-    now = 4.0
-    for row, result in zip(rows, second.wait().rows, strict=True):
-        tokens[row.slot] += result.tokens
-    third.wait()
-    assert timed == [1.0]
-    assert proposer._slots[SlotId(0)]._tokens == [5, 6, 0, 0, 0]
-    assert proposer._unread[SlotId(1)] == [8, 0]
-
-
-@pytest.mark.parametrize(("num_pending", "drafts"), [(0, True), (1, False)])
-def test_pending_admissions_count_as_rows_of_the_next_step(num_pending: int, drafts: bool) -> None:
-    some = StepCosts({1: 1.0, 2: 1.0})
-    made = governor.Governor(some, 100, max_drafts_per_row=lambda rows: 4 * (rows == 1))
-    tokens = {SlotId(0): [0, 0, 0]}
-    runner = Speculation(RecordingRunner(), NgramProposer(1, 2, 4), made, lambda: tokens)
-    new = SlotInit("a", SlotId(0), [0, 0, 0], 3, SamplingParams(), frozenset(), 0)
-    row = Row("a", SlotId(0), 0, 3, (0, 0, 0), (), True)
-    result = runner.run(StepPlan([row], [new], num_pending_admissions=num_pending)).rows[0]
-    assert bool(result.drafts) == drafts
 
 
 def test_the_start_up_table_shows_the_proposer_and_its_costs(folder: Path) -> None:

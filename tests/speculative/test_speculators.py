@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from tests.runner.test_deterministic import CONFIG, PROMPT
 from tests.speculative.test_heads import DIM, SAMPLING, VOCAB, WIDE, eagle, make, model
 from windlass.config import EngineConfig
+from windlass.core.speculation import governor
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.models.eagle import EagleNorms
 from windlass.runner.drafter import DrafterInputs
-from windlass.speculative import governor
 from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.speculators import NORMS

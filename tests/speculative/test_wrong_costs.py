@@ -13,10 +13,9 @@ from statistics import median
 
 import pytest
 
-from windlass.core.types import SlotId
-from windlass.speculative.base import Draft
-from windlass.speculative.costs import DraftCosts, StepCosts
-from windlass.speculative.governor import Governor, StepTime
+from windlass.core.speculation.costs import DraftCosts, StepCosts
+from windlass.core.speculation.governor import Governor, StepTime
+from windlass.core.types import Draft, SlotId
 
 # A 1B model in int4 on two cores, in plain steps: verification soon becomes compute-bound.
 VERIFY = StepCosts({1: 1.0, 2: 1.5, 4: 2.3, 8: 3.4})

@@ -40,6 +40,8 @@ class Request:
         "blocks",
         "cache_salt",
         "computed",
+        "draft_computed",
+        "draft_kind",
         "drafts",
         "finish",
         "fresh",
@@ -96,6 +98,8 @@ class Request:
         self.seal_at = _NEVER  # computed tokens at which the next block is full
         self.num_scored = 0  # prompt tokens whose log probabilities were sent
         self.drafts: tuple[int, ...] = ()  # draft tokens to verify in the next row
+        self.draft_kind = 0  # of the last draft
+        self.draft_computed = 0  # tokens that a draft model has computed, as far as it reported
         self.verifying = False  # draft tokens are in flight: the next position is unknown
         self.generation = 0  # advanced by each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
@@ -180,7 +184,7 @@ class Request:
             self.planned = self.computed
             self.verifying = False
         if self.num_pending == 1:  # else an overlapped plan is already past them
-            self.drafts = got.drafts
+            self.drafts, self.draft_kind = got.drafts, got.draft_kind
 
     def unreported(self, row: Row, scores: list[TokenLogprob]) -> list[TokenLogprob]:
         """The prompt logprobs that were not sent before a preemption."""
@@ -193,7 +197,7 @@ class Request:
         self.blocks = []
         self.slot = None
         self.planned = self.computed = self.num_sealed = 0
-        self.drafts = ()
+        self.drafts, self.draft_computed = (), 0
         self.verifying = False
         self.fresh = True
         self.generation += 1

@@ -22,9 +22,11 @@ from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
+from windlass.core.speculation.planner import DraftPlanner, NoDrafts
 from windlass.core.step import Step, make_tuple
 from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, RequestTrace
 from windlass.core.types import (
+    NO_OPTIONS,
     BlockId,
     EngineStats,
     FinishReason,
@@ -56,6 +58,7 @@ class Scheduler:
         seed: int = 0,
         adapters: Adapters | None = None,
         grammars: Grammars | None = None,
+        drafts: DraftPlanner | NoDrafts | None = None,
     ) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
@@ -64,6 +67,7 @@ class Scheduler:
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
         self.grammars: Grammars = grammars or NoGrammars()
+        self._drafts = drafts or NoDrafts()
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         self.failed: list[Output] = []  # requests that failed while the last plan was made
         self._requests: dict[str, Request] = {}
@@ -164,10 +168,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def known(self) -> dict[SlotId, list[int]]:
-        """The committed tokens of all running requests by slot. Read-only."""
-        return {each.slot: each.tokens for each in self._running if each.slot is not None}
-
     def reset_prefix_cache(self) -> int:
         return self._allocator.pool.reset_cache()
 
@@ -205,7 +205,7 @@ class Scheduler:
         plan = StepPlan(
             rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps, adapters=[]
         )
-        step = Step(plan, self._limits, self._budget)
+        step = Step(plan, self._limits, self._budget, began=now)
         num_before = self._count.num_preemptions
         accounting = self.accounting
         if not self._running and not self._in_flight:
@@ -214,23 +214,29 @@ class Scheduler:
         self.adapters.begin()
         self.grammars.begin()
         self.failed = []
+        self._drafts.trim(self._running, self._budget)
         self._plan_running(step, now)
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
         else:
             accounting.block_queue(BLOCKS, now)
-        if plan.rows:
-            plan.freed.extend(self._freed)
-            self._freed.clear()
-            plan.adapters.extend(self.adapters.orders())
-            self._in_flight.append(step)
-            self._count.num_steps += 1
-            self._count.num_step_tokens = step.close(self._budget)
-            self._count.num_prompt_tokens_computed += step.num_prompt_tokens
-        pending_admissions = min(len(self._slots), accounting.num_ready(len(self._waiting)))
-        return (
-            plan._replace(num_pending_admissions=pending_admissions) if pending_admissions else plan
-        )
+        num_tokens = step.close(self._budget)
+        if not plan.rows:
+            return plan
+        plan.freed.extend(self._freed)
+        self._freed.clear()
+        plan.adapters.extend(self.adapters.orders())
+        self._in_flight.append(step)
+        self._count.num_steps += 1
+        self._count.num_step_tokens = num_tokens
+        self._count.num_prompt_tokens_computed += step.num_prompt_tokens
+        options = self._drafts.options(step, self.num_pending_admissions)
+        return plan if options is NO_OPTIONS else plan._replace(options=options)
+
+    @property
+    def num_pending_admissions(self) -> int:
+        """Queued requests that are likely to join the step after the last plan."""
+        return min(len(self._slots), self.accounting.num_ready(len(self._waiting)))
 
     def _plan_running(self, step: Step, now: float) -> None:
         for request in list(self._running):
@@ -348,6 +354,7 @@ class Scheduler:
         self._gate.moved(+1)
         request.slot = self._slots.popleft()
         insort(self._running, request, key=self._policy.key)
+        self._drafts.admit(request.slot)
         if request.adapter:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
         if request.has_grammar:
@@ -372,6 +379,7 @@ class Scheduler:
         outputs: list[Output] = []
         step, accounting = self._in_flight.popleft(), self.accounting
         unit = accounting.step(now, step)
+        self._drafts.observe(step, plan=plan, result=result, now=now)
         rows = zip(step.members, plan.rows, result.rows, strict=True)
         for (request, generation), row, got in rows:
             if request.finish is not None:
@@ -436,5 +444,6 @@ class Scheduler:
         self._allocator.release(request)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
+        self._drafts.release(request.slot)
         if request.adapter:
             self.adapters.release(request.adapter)

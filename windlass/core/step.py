@@ -13,6 +13,18 @@ from windlass.core.types import BlockId, Row, StepPlan
 make_tuple = tuple.__new__
 
 
+class _PlannedRow(NamedTuple):
+    """A row before it is known whether the step verifies draft tokens."""
+
+    at: int  # index in the plan
+    request: Request
+    start: int
+    num_known: int  # tokens
+    fresh: list[BlockId]
+    sample: bool
+    drafts: tuple[int, ...]
+
+
 class MultiTokenRow(NamedTuple):
     """A row of several tokens, or the first row after its request was admitted."""
 
@@ -34,11 +46,14 @@ class Step:
     plan: StepPlan
     limits: SchedulerLimits
     budget: int
+    began: float = 0.0  # when it was planned
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # set by `close`
     multi_token_rows: list[MultiTokenRow] | None = None
     skipped: list[tuple[Request, int]] | None = None  # running requests without a row
+    verifies: bool = False  # rows have draft tokens; set by `close`
+    _verifications: list[_PlannedRow] = field(default_factory=list)
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
         """The draft tokens that fit the budget and the blocks at hand; none causes a preemption."""
@@ -49,38 +64,55 @@ class Step:
         return request.drafts[: max(0, max_drafts)]
 
     def emit(self, request: Request, count: int, fresh: list[BlockId]) -> None:
-        """Append a row and mark its tokens as in flight on the request."""
+        """Append a row and mark its tokens as in flight on the request.
+
+        A row with draft tokens is built by `close`, which knows whether the step verifies any.
+        """
         start = request.planned
         end = start + count
-        drafts = self._affordable_drafts(request, count) if request.drafts else ()
         sample = end == len(request.tokens) + request.num_pending
-        assert request.slot is not None
-        tokens = (*request.tokens[start:end], *drafts)
-        num_tokens = count + len(drafts)
-        row = Row(
-            request_id=request.request_id,
-            slot=request.slot,
+        drafts = self._affordable_drafts(request, count) if request.drafts else ()
+        row = _PlannedRow(
+            at=len(self.members) + len(self._verifications),
+            request=request,
             start=start,
-            num_tokens=num_tokens,
-            tokens=tokens,
-            blocks=tuple(fresh),
+            num_known=count,
+            fresh=fresh,
             sample=sample,
-            num_drafts=len(drafts),
-            adapter=request.adapter_slot,
+            drafts=drafts,
         )
-        self.plan.rows.append(row)
-        self.members.append((request, request.generation))
-        if num_tokens > 1 or request.fresh:
-            self._add_multi_token_row(request, start, num_tokens)
-        self.budget -= num_tokens
+        if drafts:
+            self._verifications.append(row)
+        else:
+            self._add(row)
+        self.budget -= count + len(drafts)
         request.planned = end
         if start < request.num_prompt:
             request.timeline.num_chunks += 1
             self.num_prompt_tokens += min(end, request.num_prompt) - start
         if sample:
             request.num_pending += 1
-            request.verifying = bool(drafts)
             request.drafts = ()
+
+    def _add(self, planned: _PlannedRow) -> None:
+        request, start, drafts = planned.request, planned.start, planned.drafts
+        num_tokens = planned.num_known + len(drafts)
+        assert request.slot is not None
+        row = Row(
+            request_id=request.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=num_tokens,
+            tokens=(*request.tokens[start : start + planned.num_known], *drafts),
+            blocks=tuple(planned.fresh),
+            sample=planned.sample,
+            num_drafts=len(drafts),
+            adapter=request.adapter_slot,
+        )
+        self.plan.rows.insert(planned.at, row)
+        self.members.insert(planned.at, (request, request.generation))
+        if num_tokens > 1 or request.fresh:
+            self._add_multi_token_row(request, start, num_tokens)
 
     def _add_multi_token_row(self, request: Request, start: int, num_tokens: int) -> None:
         row = MultiTokenRow(
@@ -97,23 +129,19 @@ class Step:
 
     def close(self, budget: int) -> int:
         """End the step, which began with `budget` tokens; returns how many it uses."""
-        if self.num_prompt_tokens and budget - self.budget <= self.limits.drop_drafts_below:
-            self._drop_drafts()
+        if self._verifications:
+            self._add_verifications(budget - self.budget)
         self.num_tokens = budget - self.budget
         return self.num_tokens
 
-    def _drop_drafts(self) -> None:
-        rows, dropped = self.plan.rows, {}
-        for i, ((request, _), row) in enumerate(zip(self.members, rows, strict=True)):
-            if row.num_drafts:
-                count = row.num_tokens - row.num_drafts
-                rows[i] = row._replace(num_tokens=count, tokens=row.tokens[:count], num_drafts=0)
-                dropped[row.request_id] = row.num_drafts
-                request.verifying = False
-        if dropped:
-            self.budget += sum(dropped.values())
-            rows_before = self.multi_token_rows or ()
-            self.multi_token_rows = [_without_drafts(row, dropped) for row in rows_before]
+    def _add_verifications(self, num_tokens: int) -> None:
+        drops = self.num_prompt_tokens and num_tokens <= self.limits.drop_drafts_below
+        self.verifies = not drops
+        for row in self._verifications:
+            row.request.verifying = self.verifies
+            if drops:
+                self.budget += len(row.drafts)
+            self._add(row._replace(drafts=()) if drops else row)
 
     def skip(self, request: Request) -> None:
         """Note a running request that gets no row in this step."""
@@ -137,8 +165,3 @@ class Step:
         request.planned = start + 1
         request.num_pending += 1
         return True
-
-
-def _without_drafts(row: MultiTokenRow, dropped: dict[str, int]) -> MultiTokenRow:
-    num_dropped = dropped.get(row.request.request_id, 0)
-    return row._replace(num_tokens=row.num_tokens - num_dropped) if num_dropped else row

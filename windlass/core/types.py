@@ -79,6 +79,13 @@ class StepOptions(NamedTuple):
 
     draft_length: int = 0  # draft tokens to make for each sampled row, for the next step
     needs_all_hidden: bool = False  # the hidden states of all positions are read, not only sampled
+    no_draft: tuple[SlotId, ...] = ()  # slots for which a draft model makes no draft tokens
+    report_backlog: bool = False  # results carry the backlog of a draft model also without drafting
+    # The next plan needs this step's result: its drafts, or how many draft tokens were accepted.
+    next_plan_waits: bool = False
+
+
+NO_OPTIONS = StepOptions()
 
 
 class StepPlan(NamedTuple):
@@ -90,8 +97,7 @@ class StepPlan(NamedTuple):
     copies: list[tuple[BlockId, BlockId]] = []  # noqa: RUF012 - (from, to)
     step: int = 0
     adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): load before the step
-    num_pending_admissions: int = 0  # queued requests that are likely to join the next step
-    options: StepOptions = StepOptions()
+    options: StepOptions = NO_OPTIONS
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +117,16 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]] = []  # noqa: RUF012
 
 
+class Draft(NamedTuple):
+    """Draft tokens for the positions after the last known token, in order.
+
+    `kind` is the proposer's own confidence class: acceptance is counted per kind.
+    """
+
+    tokens: tuple[int, ...]
+    kind: int = 0
+
+
 class RowResult(NamedTuple):
     """The result of a row: no token within a prompt, else 1 + the number of accepted draft tokens.
 
@@ -123,15 +139,21 @@ class RowResult(NamedTuple):
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # from position start + 1 on
-    drafts: tuple[int, ...] = ()  # draft tokens for the next step
+    drafts: tuple[int, ...] = ()  # draft tokens for the next step, as the proposer made them
     target_tokens: tuple[int, ...] = ()
+    draft_kind: int = 0
+    backlog: int | None = (
+        None  # known tokens, without the last, that a draft model has not computed
+    )
 
 
 class StepResult(NamedTuple):
     """Results in the order of the plan's rows."""
 
     rows: list[RowResult]
-    drafting_s: float = 0.0  # seconds spent on drafting
+    drafting_s: float = 0.0  # seconds spent on drafting after the step
+    num_caught_up: int = 0  # backlog tokens that a draft model computed in that time
+    prelaunched: bool = False  # a step that verifies all drafts already runs
 
 
 @dataclass(slots=True)

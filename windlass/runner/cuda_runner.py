@@ -82,8 +82,6 @@ def _sampled(rows: Sequence[Row]) -> list[int]:
 class PendingGraphStep:
     """A step whose tokens are being copied to the host."""
 
-    has_drafts = False
-
     def __init__(
         self,
         rows: list[Row],

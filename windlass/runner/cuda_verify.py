@@ -94,10 +94,6 @@ class CudaVerifyRunner(CudaRunner):
         size = next(size for size in _SIZES if size >= num_rows)
         return min(requested, self._widths_of(size)[-1] - 1)
 
-    @property
-    def is_prelaunched(self) -> bool:
-        return self._prelaunched is not None
-
     def attach(self, drafter: Drafter) -> None:
         super().attach(drafter)
         if drafter.num_siblings and self._cache.pages is not None:
@@ -160,6 +156,7 @@ class CudaVerifyRunner(CudaRunner):
             captured.send(rows, self._padding_row(key.width))
             pending = PendingVerification(self.resample, rows, captured.launch())
         self._prelaunched = self._prelaunch_next(pending, key)
+        pending.prelaunched = self._prelaunched is not None
         return pending
 
     def _submit_with_prompts(self, plan: StepPlan, batch_invariant: bool) -> PendingStep:
@@ -172,7 +169,7 @@ class CudaVerifyRunner(CudaRunner):
                 mixed.launch()
                 return PendingMixedStep(rows, mixed.tokens)
         with self._gemm.batch_invariant(batch_invariant):
-            return CompletedStep(StepResult(self._verify_eagerly(plan)), has_drafts=True)
+            return CompletedStep(StepResult(self._verify_eagerly(plan)))
 
     def _forget_siblings(self, rows: list[Row]) -> None:
         """Drop the siblings of rows that the host samples again, which ignores siblings."""

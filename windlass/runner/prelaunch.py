@@ -112,8 +112,6 @@ class Prelaunched:
 class PendingVerification:
     """A verification whose results are being copied to the host."""
 
-    has_drafts = True
-
     def __init__(
         self,
         resample: Resample,
@@ -125,6 +123,7 @@ class PendingVerification:
         self.rows = rows
         self.whole = whole
         self.following: list[ExpectedRow] = []  # rows of the next step; known after `wait`
+        self.prelaunched = False  # whether the next step was launched, too
         self._resample = resample
         self.launched = launched
 
@@ -141,13 +140,12 @@ class PendingVerification:
                 drafts = ()
             self.following.append(ExpectedRow(row.slot, row.start + len(kept), (kept[-1], *drafts)))
             results.append(RowResult(kept, drafts=drafts, target_tokens=target_tokens))
-        return StepResult(self._resample(self.rows, results, self.launched))
+        rows = self._resample(self.rows, results, self.launched)
+        return StepResult(rows, prelaunched=self.prelaunched)
 
 
 class PendingMixedStep:
     """A mixed step whose tokens and first draft tokens are being copied to the host."""
-
-    has_drafts = True
 
     def __init__(self, rows: list[Row], found: Tensor) -> None:
         """`found`: [sampled rows and padding, 1 + drafts]."""

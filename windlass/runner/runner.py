@@ -44,17 +44,14 @@ _LOGPROBS_CHUNK = 128
 class PendingStep(Protocol):
     """A step in flight. `wait` blocks until its tokens have arrived."""
 
-    has_drafts: bool  # the result carries draft tokens, so the next plan must wait for it
-
     def wait(self) -> StepResult: ...
 
 
 class CompletedStep:
     """A step whose result is already known."""
 
-    def __init__(self, result: StepResult, has_drafts: bool = False) -> None:
+    def __init__(self, result: StepResult) -> None:
         self._result = result
-        self.has_drafts = has_drafts
 
     def wait(self) -> StepResult:
         return self._result
@@ -108,11 +105,6 @@ class Runner:
     def max_mixed_tokens(self) -> int:
         """Max tokens of a mixed step that a captured graph covers. Such a graph verifies no drafts."""
         return 0
-
-    @property
-    def is_prelaunched(self) -> bool:
-        """Whether the next verification was launched before it was planned."""
-        return False
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""

@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers, their measured costs, and the governor."""
+"""Speculative decoding: proposers, the runner that owns one, and their measured costs."""

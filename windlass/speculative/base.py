@@ -1,4 +1,4 @@
-"""The interface of proposers. The runner verifies draft tokens; governor.py decides how many."""
+"""The interface of proposers. The runner verifies draft tokens; core/speculation decides how many."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from windlass.config import EngineConfig, Limits
-from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan
+from windlass.core.types import Draft, Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.runner import PendingStep
 
 
 class SlotUpdate(NamedTuple):
@@ -39,27 +40,21 @@ def slot_update(row: Row, result: RowResult) -> SlotUpdate:
     )
 
 
-class Draft(NamedTuple):
-    """Draft tokens for the positions after the last known token, in order.
-
-    `kind` is the proposer's own confidence class: acceptance is counted per kind.
-    """
-
-    tokens: tuple[int, ...]
-    kind: int = 0
-    prelaunched: bool = False  # a step that verifies all of them already runs
-
-
 NO_DRAFT = Draft(())
+
+
+class Submits(Protocol):
+    """A runner: computes plans, with draft tokens in their rows or without."""
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
 
 
 class Proposer(Protocol):
     """Makes draft tokens. Owns its per-slot state."""
 
-    # Whether drafting costs next to nothing. A free proposer drafts after every step, and the next
-    # step waits for it only when it found a draft.
+    # As in core/speculation/facts.py:ProposerTraits.
     free: bool
-    in_step: bool  # the runner's step makes the drafts, and `propose` only returns them
+    in_step: bool  # `propose` only returns the drafts of the runner's step
 
     def admit(self, new: SlotInit) -> None:
         """Start tracking a slot; its request may have run without drafts for a while."""
@@ -73,8 +68,8 @@ class Proposer(Protocol):
         """Append the tokens of slots since their last update: one step, or several without drafts."""
         ...
 
-    def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        """Number of the slot's `num_tokens`, without the last, to compute before drafting."""
+    def backlog(self, slot: SlotId) -> int:
+        """Number of the slot's tokens, without the last, to compute before drafting."""
         ...
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:

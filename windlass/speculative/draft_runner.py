@@ -16,6 +16,7 @@ from windlass.config import EngineConfig, Limits
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import (
     BlockId,
+    Draft,
     Row,
     SlotId,
     SlotInit,
@@ -27,8 +28,7 @@ from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
 from windlass.runner.runner import PendingStep
 from windlass.runner.sampler import Sampler, draw_with
-from windlass.speculative.base import NO_DRAFT, Draft, SlotUpdate
-from windlass.speculative.speculation import Submits
+from windlass.speculative.base import NO_DRAFT, SlotUpdate, Submits
 
 _MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers
 _MAX_SINGLES = 3  # missing tokens to compute one per step, where decode steps are captured
@@ -157,7 +157,7 @@ class DraftRunnerProposer:
         for each in updates:
             self._slots[each.slot].extend(each.tokens)
 
-    def backlog(self, slot: SlotId, num_tokens: int) -> int:
+    def backlog(self, slot: SlotId) -> int:
         if self._draft_runner.shares_kv:
             return 0
         state = self._slots[slot]
@@ -165,7 +165,7 @@ class DraftRunnerProposer:
         if not state.admitted:
             state.blocks = self._draft_runner.blocks_of(slot)
             computed = self._num_cached(state)
-        return max(0, num_tokens - 1 - computed)
+        return max(0, len(state.tokens) - 1 - computed)
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
         ready = self._ready(slots)

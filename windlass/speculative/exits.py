@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.sampling import SamplingParams
+from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.models.card import load_card
 from windlass.runner.assemble import Assembled
-from windlass.speculative.base import SpeculationContext
-from windlass.speculative.costs import StepCosts
-from windlass.speculative.speculation import Submits
+from windlass.speculative.base import SpeculationContext, Submits
 
 _TEXTS = (
     "Here is a short story about a lighthouse keeper and the ship that came back:\n\n",

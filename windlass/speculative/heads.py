@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.config import EngineConfig, ModelConfig
-from windlass.core.types import SlotId, SlotInit
+from windlass.core.types import Draft, SlotId, SlotInit
 from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
@@ -17,7 +17,7 @@ from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
 from windlass.speculative.auto import detect_method
-from windlass.speculative.base import Draft, Proposer, SlotUpdate, SpeculationContext
+from windlass.speculative.base import Proposer, SlotUpdate, SpeculationContext
 from windlass.speculative.speculators import NORMS, flatten_config, verifier_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from windlass.runner.assemble import Assembled
     from windlass.runner.drafter import Drafter
-    from windlass.runner.runner import Runner
 
 # Tensors that some heads have and none needs: they are the network's, or follow from d2t.
 IGNORED_TENSORS = ("t2d", "embed_tokens.weight")
@@ -173,8 +172,7 @@ class HeadProposer:
     free = False
     in_step = True
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
 
     def admit(self, new: SlotInit) -> None:
@@ -187,17 +185,16 @@ class HeadProposer:
         for each in updates:
             self._drafts[each.slot] = each.drafts
 
-    def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        del slot, num_tokens
+    def backlog(self, slot: SlotId) -> int:
+        del slot
         return 0
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
         del draft_length  # the step has made the drafts
-        prelaunched = self._runner.is_prelaunched
-        return [Draft(self._drafts[slot], prelaunched=prelaunched) for slot in slots]
+        return [Draft(self._drafts[slot]) for slot in slots]
 
 
 def attach(made: Assembled, drafter: Drafter) -> Proposer:
     """Attach a drafter to the runner."""
     made.runner.attach(drafter)
-    return HeadProposer(made.runner)
+    return HeadProposer()

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from windlass.core.types import SlotId, SlotInit
-from windlass.speculative.base import Draft, Proposer, SlotUpdate, SpeculationContext
+from windlass.core.types import Draft, SlotId, SlotInit
+from windlass.speculative.base import Proposer, SlotUpdate, SpeculationContext
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
@@ -123,8 +123,8 @@ class LookaheadProposer:
             else:
                 self._slots[each.slot].update(each.tokens, each.target_tokens)
 
-    def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        del slot, num_tokens
+    def backlog(self, slot: SlotId) -> int:
+        del slot
         return 0
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:

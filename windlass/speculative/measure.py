@@ -6,13 +6,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, RowResult, SlotId, SlotInit, StepOptions, StepPlan
-from windlass.speculative.base import Draft, Proposer, SlotUpdate, apply_plan, slot_update
-from windlass.speculative.costs import DraftCosts, StepCosts
-from windlass.speculative.speculation import Submits
+from windlass.core.speculation.costs import Costs, DraftCosts, StepCosts
+from windlass.core.types import (
+    BlockId,
+    Draft,
+    Row,
+    RowResult,
+    SlotId,
+    SlotInit,
+    StepOptions,
+    StepPlan,
+)
+from windlass.speculative.base import Proposer, SlotUpdate, Submits, apply_plan, slot_update
 
 Clock = Callable[[], float]
 # Runs one step of a number of tokens, or rows, and returns its measured seconds.
@@ -62,51 +69,6 @@ class MeasureLimits:
     def single_tokens(self, lookahead: int) -> MeasureLimits:
         """Limits for rows of one token, with `lookahead` tokens after it."""
         return replace(self, max_row_tokens=1, lookahead=lookahead)
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds of verifications, of plain steps, and of drafting; None: drafting is free."""
-
-    verify: StepCosts
-    plain: StepCosts
-    drafting: DraftCosts | None = None
-
-    def describe(self) -> str:
-        """Describe the costs for the start-up table."""
-        parts = [self.verify.describe(), f"plain step: {1000 * self.plain.of(1):.2f} ms"]
-        if self.drafting is not None:
-            parts.append(self.drafting.describe())
-        return "; ".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "verify": self.verify.points,
-            "plain": self.plain.points,
-            "drafting": None,
-        }
-        if self.drafting is not None:
-            by_length = {length: each.points for length, each in self.drafting.by_length.items()}
-            found["drafting"] = by_length
-            found["prompt_token_s"] = self.drafting.prompt_token_s
-        return found
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Costs:
-        """Read the result of `to_json`; anything else raises KeyError, TypeError or ValueError."""
-        drafting = None
-        if found["drafting"] is not None:
-            by_length = {int(at): _points(each) for at, each in found["drafting"].items()}
-            if len(by_length) < 2:
-                raise ValueError("fewer than two draft lengths")
-            drafting = DraftCosts(by_length, float(found["prompt_token_s"]))
-        return cls(_points(found["verify"]), _points(found["plain"]), drafting)
-
-
-def _points(found: dict[str, float]) -> StepCosts:
-    if len(found) < 2:
-        raise ValueError("fewer than two sizes")
-    return StepCosts({int(size): float(seconds) for size, seconds in found.items()})
 
 
 def measure(
@@ -310,7 +272,7 @@ class _Steps:
         (slot,) = (row.slot for row in plan.rows)
         start = self.clock()
         self.proposer.update([SlotUpdate(slot, [token] * num_tokens)])
-        if not self.proposer.backlog(slot, 1 + num_tokens):
+        if not self.proposer.backlog(slot):
             return 0.0
         self.proposer.propose([slot], draft_length=1)
         return self.clock() - start

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from windlass.core.types import SlotId, SlotInit
-from windlass.speculative.base import NO_DRAFT, Draft, Proposer, SlotUpdate, SpeculationContext
+from windlass.core.types import Draft, SlotId, SlotInit
+from windlass.speculative.base import NO_DRAFT, Proposer, SlotUpdate, SpeculationContext
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
@@ -96,8 +96,8 @@ class NgramProposer:
         for each in updates:
             unread[each.slot] += each.tokens
 
-    def backlog(self, slot: SlotId, num_tokens: int) -> int:
-        del slot, num_tokens
+    def backlog(self, slot: SlotId) -> int:
+        del slot
         return 0
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:

@@ -1,20 +1,21 @@
-"""Assembles speculation: the proposer with its weights, its measured costs, the governor."""
+"""Assembles the runner's side of speculation: the proposer with its weights, its measured costs."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits
 from windlass.core.card import Choice
+from windlass.core.speculation.costs import Costs
+from windlass.core.speculation.facts import ProposerTraits, SpeculationFacts
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.speculative.base import Proposer, SpeculationContext
-from windlass.speculative.governor import Governor
-from windlass.speculative.measure import Costs, MeasureLimits, measure, spot_check
+from windlass.speculative.measure import MeasureLimits, measure, spot_check
 from windlass.speculative.measurement_cache import machine_load, open_measurement_cache
 from windlass.speculative.registry import PRELAUNCHES, WRITES_KV_AHEAD, cost_key, open_loader
-from windlass.speculative.speculation import KnownTokens, Speculation
+from windlass.speculative.runner import SpeculativeRunner
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 
 
 _MAX_DISAGREEMENT = 1.2  # factor between cached and observed costs above which to measure again
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSpeculation:
+    """A runner that drafts, and the facts for the governor; None: it never drafts."""
+
+    runner: Runner | SpeculativeRunner
+    choice: Choice
+    facts: SpeculationFacts | None = None
 
 
 class SpeculationSetup:
@@ -59,9 +69,7 @@ class SpeculationSetup:
                 1 + options.max_draft_tokens if options.spec in PRELAUNCHES else 0
             )
 
-    def start(
-        self, made: Assembled, limits: Limits, requested: str, known_tokens: KnownTokens
-    ) -> tuple[Runner | Speculation, Choice]:
+    def start(self, made: Assembled, limits: Limits, requested: str) -> StartedSpeculation:
         """Wrap the runner with speculation; `requested` is the --spec that the user gave.
 
         Returns the bare runner where drafts would never be profitable.
@@ -79,36 +87,31 @@ class SpeculationSetup:
         if proposer is None:
             self._cache.save()
             why = f"{requested} was requested and would be slower: {self._loader.describe()}"
-            return made.runner, Choice("speculation", "none", why)
+            return StartedSpeculation(made.runner, Choice("speculation", "none", why))
         costs, source = self._costs(made, proposer, measure_limits)
-        governor = Governor(
-            costs=costs.verify,
-            max_positions_per_step=made.max_positions_per_step,
-            plain=costs.plain,
-            drafting=costs.drafting,
-            max_draft_tokens=options.max_draft_tokens,
-            max_drafts_per_row=partial(made.runner.max_draft_tokens, options.max_draft_tokens),
-        )
         self._cache.save()
         chosen = "as set" if requested != "auto" else f"auto chose {options.spec}"
         parts = [chosen, costs.describe()]
         parts += [source] if source else []
-        if governor.never_profitable(1):
+        if costs.never_profitable(options.max_draft_tokens):
             parts.append("drafts would not pay here if all were accepted: only rare trials")
         if options.threshold is not None:
             parts.append(f"typical acceptance at {options.threshold:g} CHANGES THE DISTRIBUTION")
         parts += [self._cache.problem] if self._cache.problem else []
         choice = Choice("speculation", self._loader.describe(), "; ".join(parts))
-        speculation = Speculation(
-            runner=made.runner,
-            proposer=proposer,
-            governor=governor,
-            known_tokens=known_tokens,
-            check_costs=self._check_cached_costs,
+        facts = SpeculationFacts(
+            proposer=ProposerTraits(free=proposer.free, in_step=proposer.in_step),
+            costs=costs,
+            max_positions_per_step=made.max_positions_per_step,
+            max_draft_tokens=options.max_draft_tokens,
+            max_drafts_per_row=tuple(
+                made.runner.max_draft_tokens(options.max_draft_tokens, num_rows)
+                for num_rows in range(1 + limits.max_num_seqs)
+            ),
         )
-        return speculation, choice
+        return StartedSpeculation(SpeculativeRunner(made.runner, proposer), choice, facts)
 
-    def _check_cached_costs(self, disagreement: float) -> None:
+    def check_costs(self, disagreement: float) -> None:
         """Drop cached costs that running steps disagree with, so that the next start measures."""
         if disagreement > _MAX_DISAGREEMENT and self._cache.get(self._costs_name) is not None:
             self._cache.drop(self._costs_name)

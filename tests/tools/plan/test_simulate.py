@@ -10,8 +10,8 @@ import pytest
 
 from windlass.config import EngineConfig
 from windlass.core.card import Capacity
+from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
-from windlass.speculative.costs import StepCosts
 from windlass.tools.common.drive import EngineRun
 from windlass.tools.common.requests import Request
 from windlass.tools.common.slo import parse_slo

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.tools.train_draft.conftest import MEDUSA, TrainDraft
 from windlass import LLM, SamplingParams
+from windlass.core.speculation import governor
 from windlass.runner.drafter import DrafterInputs
-from windlass.speculative import governor
 from windlass.speculative.medusa import MedusaDrafter
 from windlass.tools.train_draft import medusa
 from windlass.tools.train_draft.batches import make_batch, text_offsets

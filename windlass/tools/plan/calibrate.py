@@ -12,8 +12,8 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from windlass.core.sampling import SamplingParams
+from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan, StepResult
-from windlass.speculative.costs import StepCosts
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.plan.cost_model import CostModel
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import Row
-from windlass.speculative.costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,6 @@ class VirtualClock:
 class _PendingStep:
     """A launched step; waiting for it advances the clock to its end."""
 
-    has_drafts = False
-
     def __init__(self, clock: VirtualClock, done_at: float, result: StepResult) -> None:
         self._clock = clock
         self._done_at = done_at

@@ -9,28 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from windlass.config import MAX_SPEC_TOKENS
-from windlass.core.types import SlotId
-from windlass.speculative.backoff import Backoff, BackoffSchedule
-from windlass.speculative.base import Draft
-from windlass.speculative.budget import Budget
-from windlass.speculative.costs import DraftCosts, StepCosts
-from windlass.speculative.learned import LearnedCosts
+from windlass.core.speculation.backoff import Backoff, BackoffSchedule
+from windlass.core.speculation.budget import Budget
+from windlass.core.speculation.costs import FEW, DraftCosts, StepCosts, margin
+from windlass.core.speculation.learned import LearnedCosts
+from windlass.core.types import Draft, SlotId
 
 _DECAY = 0.9  # evidence of one request: about the last ten verifications count
 _DECAY_ALL = 0.98  # evidence of all requests, by kind of draft
 _PRIOR_WEIGHT = 2.0  # verifications that the prior of a request counts for
 _PRIOR_WEIGHT_ALL = 4.0  # verifications that the prior of a kind counts for
 _PRIOR_ACCEPTANCE = 0.8  # acceptance of a kind of draft without evidence
-_MARGIN = 1.01  # minimum expected gain: costs and acceptance are estimates
-# With many requests: those with good drafts end early, and the remaining ones run in smaller steps
-# that cost more per token.
-_MARGIN_OF_MANY = 1.2
 _HYSTERESIS = 0.97  # keep the draft length while its rate is within 3 % of the best
 _MAX_SAMPLED = 32  # requests whose records decide the draft length; also trials per step
-_FEW = 8  # up to this many requests are few
 # While every step has drafts, one step in 64 is plain, so that the cost of plain steps stays known.
 _PLAIN_EVERY, _PLAIN_STEPS = 64, 3
 
@@ -123,9 +116,11 @@ class Governor:
         plain: StepCosts | None = None,
         drafting: DraftCosts | None = None,
         max_draft_tokens: int = MAX_SPEC_TOKENS,
-        max_drafts_per_row: Callable[[int], int] | None = None,
+        max_drafts_per_row: Sequence[int] = (),
     ) -> None:
-        """A step can sample `max_positions_per_step`; each of n rows, `max_drafts_per_row(n)` drafts.
+        """A step can sample `max_positions_per_step`; each of n rows, `max_drafts_per_row[n]` drafts.
+
+        More rows than the table has use its last entry; an empty table sets no limit.
 
         `plain`: costs of steps without drafts, where these are cheaper. `drafting`: costs of
         drafting; None: drafting is free.
@@ -134,8 +129,7 @@ class Governor:
         self._is_free = drafting is None
         self._max_draft_tokens = max_draft_tokens
         self._max_positions = max_positions_per_step
-        # Looked up several times per step.
-        self._max_drafts_per_row = cache(max_drafts_per_row or (lambda _: max_draft_tokens))
+        self._max_drafts_per_row = tuple(max_drafts_per_row) or (max_draft_tokens,)
         self._now = 0  # steps so far
         self._probes = Backoff()
         self._schedules = _MANY_REQUESTS
@@ -166,7 +160,11 @@ class Governor:
 
     def allows(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` may have drafts at all."""
-        return self._max_drafts_per_row(num_rows) > 0
+        return self._max_drafts(num_rows) > 0
+
+    def _max_drafts(self, num_rows: int) -> int:
+        table = self._max_drafts_per_row
+        return table[min(num_rows, len(table) - 1)]
 
     def pass_idle_step(self, num_rows: int) -> bool:
         """Whether probes back off in the next step; if so, it counts as passed."""
@@ -197,7 +195,7 @@ class Governor:
             return 0
         self._rows_at_probe = num_rows
         few = _FEW_REQUESTS_FREE if free else _FEW_REQUESTS
-        self._schedules = few if num_rows <= _FEW else _MANY_REQUESTS
+        self._schedules = few if num_rows <= FEW else _MANY_REQUESTS
         if backlog is not None:
             self._exclude(slots, backlog)
         records = self._records(slots)
@@ -230,15 +228,6 @@ class Governor:
         seconds = costs.verify_s(num_rows, num_tokens) + costs.draft_s(num_rows, draft_length)
         return self._budget.allows_trial(seconds / costs.plain_s(num_rows) - 1)
 
-    def never_profitable(self, num_rows: int) -> bool:
-        """Whether drafting costs more than it gains even if every draft token is accepted."""
-        longest = min(self._max_draft_tokens, self._max_drafts_per_row(num_rows))
-        if self._is_free or not longest:
-            return False
-        lengths = range(1, longest + 1)
-        best = max(self._rate(num_rows, length, 1.0 + length) for length in lengths)
-        return best < self._min_rate(num_rows)
-
     def _rate(self, num_rows: int, draft_length: int, tokens: float) -> float:
         """Tokens per row and second if each step verifies and makes `draft_length` draft tokens."""
         costs = self._costs
@@ -247,16 +236,17 @@ class Governor:
 
     def _min_rate(self, num_rows: int) -> float:
         """Tokens per row and second above which drafts are profitable."""
-        return _margin(num_rows) / self._costs.plain_s(num_rows)
+        return margin(num_rows) / self._costs.plain_s(num_rows)
 
     def _records(self, slots: Sequence[SlotId]) -> list[_Record]:
         """Records of the first requests that may have drafts."""
         found = [slot for slot in slots[:_MAX_SAMPLED] if slot in self._slots]
-        return [self._slots[slot] for slot in found if self.may_draft(slot)]
+        return [self._slots[slot] for slot in found if slot not in self._excluded]
 
-    def may_draft(self, slot: SlotId) -> bool:
-        """Whether to draft for a request, when `draft_length` was not 0."""
-        return slot not in self._excluded
+    @property
+    def excluded(self) -> tuple[SlotId, ...]:
+        """Requests without drafts, when `draft_length` was not 0."""
+        return tuple(self._excluded)
 
     def _exclude(self, slots: Sequence[SlotId], backlog: Backlog) -> None:
         """Exclude requests whose backlog costs a draft model more than the budget covers."""
@@ -275,7 +265,7 @@ class Governor:
 
         The drafts do not exist yet, and making them may cost more than they gain.
         """
-        longest = min(self._max_draft_tokens, self._max_drafts_per_row(num_rows))
+        longest = min(self._max_draft_tokens, self._max_drafts(num_rows))
         if self._is_free:
             return longest, True
         prior = self._prior(self._last_kind)
@@ -342,10 +332,17 @@ class Governor:
         record.count(num_drafts, num_accepted)
 
     def choose(
-        self, slots: Sequence[SlotId], drafts: Sequence[Draft], prompt_tokens: int
+        self,
+        slots: Sequence[SlotId],
+        drafts: Sequence[Draft],
+        prompt_tokens: int,
+        prelaunched: bool = False,
     ) -> list[int]:
-        """The number of tokens of each draft to verify; the next step also has `prompt_tokens`."""
-        if all(draft.prelaunched for draft in drafts):  # verifying them costs nothing more
+        """The number of tokens of each draft to verify; the next step also has `prompt_tokens`.
+
+        `prelaunched`: a step that verifies all of them already runs.
+        """
+        if prelaunched:  # verifying them costs nothing more
             counts = [len(draft.tokens) for draft in drafts]
         else:
             counts = self._most_profitable(slots, drafts, prompt_tokens)
@@ -365,7 +362,7 @@ class Governor:
         the first few of each request. One pass in order of acceptance finds the best n.
         """
         counts = [0] * len(drafts)
-        offers, widest = [], self._max_drafts_per_row(len(drafts))
+        offers, widest = [], self._max_drafts(len(drafts))
         for i, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
             if draft.tokens:
                 count = min(len(draft.tokens), widest)
@@ -403,7 +400,7 @@ class Governor:
             is_due = record.backoff.is_due(self._now)
             if not draft.tokens or num_trials == _MAX_SAMPLED or not is_due:
                 continue
-            widest = self._max_drafts_per_row(num_rows)
+            widest = self._max_drafts(num_rows)
             count = 1 if self._is_free else min(len(draft.tokens), widest)
             num_tokens = num_rows + sum(counts) + count
             allowed = self._is_trial or self._allows_trial(num_rows, num_tokens, draft_length=0)
@@ -424,7 +421,7 @@ class Governor:
         """
         base, costs = num_rows + prompt_tokens, self._costs
         draft_s = costs.draft_s(num_rows, draft_length)
-        highest = _margin(num_rows) * base / costs.plain_s(num_rows, base)
+        highest = margin(num_rows) * base / costs.plain_s(num_rows, base)
         best, tokens = 0, float(base)
         for count, chance in enumerate(expected, start=1):
             tokens += chance
@@ -432,7 +429,3 @@ class Governor:
             if rate > highest:
                 best, highest = count, rate
         return best
-
-
-def _margin(num_rows: int) -> float:
-    return _MARGIN if num_rows <= _FEW else _MARGIN_OF_MANY

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FEW = 8  # up to this many requests are few
+_MARGIN = 1.01  # minimum expected gain: costs and acceptance are estimates
+# With many requests: those with good drafts end early, and the remaining ones run in smaller steps
+# that cost more per token.
+_MARGIN_OF_MANY = 1.2
+
+
+def margin(num_rows: int) -> float:
+    """The speed, relative to plain steps, above which drafts are profitable."""
+    return _MARGIN if num_rows <= FEW else _MARGIN_OF_MANY
 
 
 class StepCosts:
@@ -73,3 +86,58 @@ class DraftCosts:
         if self.prompt_token_s:
             prompts = f", per prompt token: {1000 * self.prompt_token_s:.2f} ms"
         return f"drafting {', '.join(shown)}{prompts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of verifications, of plain steps, and of drafting; None: drafting is free."""
+
+    verify: StepCosts
+    plain: StepCosts
+    drafting: DraftCosts | None = None
+
+    def never_profitable(self, max_draft_tokens: int) -> bool:
+        """Whether drafts of one request lose time even if every draft token is accepted."""
+        if self.drafting is None:
+            return False
+        seconds = [
+            (self.verify.of(1 + length) + self.drafting.of(1, length)) / (1 + length)
+            for length in range(1, 1 + max_draft_tokens)
+        ]
+        return min(seconds) * margin(1) > self.plain.of(1)
+
+    def describe(self) -> str:
+        """Describe the costs for the start-up table."""
+        parts = [self.verify.describe(), f"plain step: {1000 * self.plain.of(1):.2f} ms"]
+        if self.drafting is not None:
+            parts.append(self.drafting.describe())
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "verify": self.verify.points,
+            "plain": self.plain.points,
+            "drafting": None,
+        }
+        if self.drafting is not None:
+            by_length = {length: each.points for length, each in self.drafting.by_length.items()}
+            found["drafting"] = by_length
+            found["prompt_token_s"] = self.drafting.prompt_token_s
+        return found
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Costs:
+        """Read the result of `to_json`; anything else raises KeyError, TypeError or ValueError."""
+        drafting = None
+        if found["drafting"] is not None:
+            by_length = {int(at): _points(each) for at, each in found["drafting"].items()}
+            if len(by_length) < 2:
+                raise ValueError("fewer than two draft lengths")
+            drafting = DraftCosts(by_length, float(found["prompt_token_s"]))
+        return cls(_points(found["verify"]), _points(found["plain"]), drafting)
+
+
+def _points(found: dict[str, float]) -> StepCosts:
+    if len(found) < 2:
+        raise ValueError("fewer than two sizes")
+    return StepCosts({int(size): float(seconds) for size, seconds in found.items()})

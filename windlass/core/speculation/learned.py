@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import exp, log
 
-from windlass.speculative.costs import DraftCosts, StepCosts
+from windlass.core.speculation.costs import DraftCosts, StepCosts
 
 # Chosen with tests/speculative/test_wrong_costs.py: simulations with wrong tables and 20 % noise.
 _DECAY = 0.9  # per observation: about the last ten count

@@ -1,0 +1,1 @@
+"""Decides how many draft tokens to make and to verify. Pure Python, no clock."""
