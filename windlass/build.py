@@ -34,6 +34,7 @@ from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
+from windlass.text.grammar.matchers import RequestMatchers
 
 if TYPE_CHECKING:
     from windlass.lora.start import AdapterSetup
@@ -148,7 +149,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     if adapters is not None:
         made.runner.attach_adapters(adapters.bank, adapters.store.get)
     grammars = _grammars(config, source)
-    made.runner.attach_grammars(grammars)
+    matchers = RequestMatchers(grammars.built, config.grammar)
+    made.runner.attach_grammars(matchers)
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({hparams.architecture})", f"{files.kind}: {files.path}"),
@@ -194,7 +196,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         adapters=adapters.store.folders if adapters is not None else {},
     )
     _tune_garbage_collector()
-    engine = _make_engine(config, scheduler=scheduler, runner=runner, made=made, weights=weights)
+    engine = _make_engine(
+        config, scheduler=scheduler, runner=runner, matchers=matchers, made=made, weights=weights
+    )
     return Built(engine, report, weights)
 
 
@@ -222,9 +226,11 @@ def _make_engine(
     *,
     scheduler: Scheduler,
     runner: EngineRunner,
+    matchers: RequestMatchers,
     made: Assembled,
     weights: Loaded,
 ) -> Engine:
+    from windlass.runner.grammar import GrammarRunner
     from windlass.runner.memory import RunnerMemory
 
     device = weights.parts.device
@@ -232,7 +238,7 @@ def _make_engine(
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
     memory = RunnerMemory((runner,), device, steps)
-    return Engine(scheduler, runner, overlap=overlap, memory=memory)
+    return Engine(scheduler, GrammarRunner(runner, matchers), overlap=overlap, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,12 +142,6 @@ class Engine:
         return self._scheduler.fail_running(error)
 
     @property
-    def is_loading(self) -> bool:
-        """Whether requests wait for an adapter that is still being read."""
-        stats = self._scheduler.adapters.stats()
-        return stats is not None and stats.num_waiting > 0
-
-    @property
     def adapters(self) -> Adapters:
         """The registered adapters. Load and unload them through this object."""
         return self._scheduler.adapters

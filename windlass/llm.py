@@ -164,8 +164,6 @@ class LLM:
                         buffered[request.request_id] = []
             while running:
                 outputs = self.engine.step()
-                if not outputs and self.engine.is_loading:
-                    time.sleep(_LOADING_S)  # gives the GIL to the thread that loads the adapter
                 for output in outputs:
                     tokens = buffered.get(output.request_id)
                     if tokens is not None:

@@ -7,7 +7,7 @@ import pytest
 from tests.core.world import World, limits, plain_loop, request
 from windlass.core.structured import StructuredOutputs
 from windlass.core.trace import BLOCKERS, GRAMMAR
-from windlass.core.types import GrammarStats
+from windlass.core.types import GrammarFailure, GrammarStats
 from windlass.errors import EngineError, RequestError
 
 
@@ -15,7 +15,6 @@ class FakeGrammars:
     """Grammars that are ready after `compile`; the regex "bad" is refused."""
 
     def __init__(self) -> None:
-        self.failed: dict[str, EngineError] = {}
         self.forms: dict[str, StructuredOutputs] = {}
         self.compiled: set[str] = set()
         self.running: set[str] = set()
@@ -38,9 +37,13 @@ class FakeGrammars:
             raise RequestError("guided_regex: it is bad.", "guided_regex")
         return request_id in self.compiled
 
-    def acquire(self, request_id: str) -> None:
+    def acquire(self, request_id: str) -> str:
         assert request_id in self.compiled
         self.running.add(request_id)
+        return f"grammar of {request_id}"
+
+    def fail(self, failure: GrammarFailure) -> EngineError:
+        return self.forms[failure.request_id].error(failure.reason)
 
     def leave(self, request_id: str) -> None:
         del self.forms[request_id]
@@ -87,6 +90,20 @@ def test_other_requests_overtake_one_whose_grammar_compiles(
     assert BLOCKERS[GRAMMAR] == "grammar"
 
 
+def test_a_queue_of_requests_without_grammars_yet_is_blocked_by_grammars(
+    world: World, grammars: FakeGrammars
+) -> None:
+    world.add(formed("form"))
+    for _ in range(3):  # scanned, then known to be stuck
+        world.step()
+        assert world.scheduler.accounting.blocker == GRAMMAR
+    trace = world.scheduler.trace("form", world.now + 1.0)
+    assert trace is not None
+    assert trace.blocked_s[GRAMMAR] == pytest.approx(sum(trace.blocked_s)) == pytest.approx(1.02)
+    grammars.compile("form")
+    world.finish_all()
+
+
 def test_a_queue_blocked_by_grammars_is_not_scanned_again(
     world: World, grammars: FakeGrammars
 ) -> None:
@@ -125,14 +142,16 @@ def test_a_grammar_that_fails_in_a_step_ends_only_its_request(
         grammars.compile(name)
         world.add(formed(name))
     plan = world.plan()
-    grammars.failed["a"] = RequestError("too hard", "regex")
-    outputs = world.commit(plan, world.runner.run(plan))
+    assert [new.grammar for new in plan.admitted] == ["grammar of a", "grammar of b"]
+    failures = tuple(GrammarFailure(name, "too hard", False) for name in ("a", "gone"))
+    result = world.runner.run(plan)._replace(grammar_failures=failures)
+    outputs = world.commit(plan, result)
     assert [(output.error, output.param) for output in outputs if output.finish == "error"] == [
-        ("too hard", "regex")
+        ("structured_outputs: too hard", "structured_outputs")
     ]
-    assert not grammars.failed
     world.finish_all()
     assert world.finish["b"] in ("stop", "length")
+    assert not grammars.forms
 
 
 def test_an_aborted_request_releases_its_grammar(world: World, grammars: FakeGrammars) -> None:

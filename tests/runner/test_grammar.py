@@ -25,6 +25,7 @@ from windlass.runner.sampler import Sampler
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matcher import RequestMatcher
+from windlass.text.grammar.matchers import RequestMatchers
 
 pytest.importorskip("llguidance")
 
@@ -62,6 +63,11 @@ def grammars() -> GrammarCompiler:
     return GrammarCompiler(GrammarBackend(lambda: TOKENIZER, VOCAB + 4, config), config)
 
 
+@cache
+def matchers() -> RequestMatchers:
+    return RequestMatchers(grammars().built, GrammarConfig())
+
+
 def admission(form: dict[str, Any], tokens: bytes = b"", **sampling: Any) -> SlotInit:
     """The SlotInit of a request with a compiled grammar."""
     params = SamplingParams(structured_outputs=form, **sampling)
@@ -71,19 +77,27 @@ def admission(form: dict[str, Any], tokens: bytes = b"", **sampling: Any) -> Slo
     while not grammars().ready(name):
         assert time.monotonic() < deadline, "the grammar is never compiled"
         grammars().begin()
-    grammars().acquire(name)
-    return SlotInit(name, SlotId(0), [1, 2, *tokens], 2, params, frozenset({EOS}), 7)
+    return SlotInit(
+        request_id=name,
+        slot=SlotId(0),
+        tokens=[1, 2, *tokens],
+        num_prompt=2,
+        sampling=params,
+        stop_ids=frozenset({EOS}),
+        seed=7,
+        grammar=grammars().acquire(name),
+    )
 
 
 def write(new: SlotInit, max_tokens: int = 200) -> str | None:
     """The output of a model with uniform logits; None if it has not ended."""
     sampler = Sampler(VOCAB + 4, torch.device("cpu"))
-    sampler.grammars = grammars()
+    sampler.grammars = matchers()
     sampler.admit(new)
     out = bytearray(new.tokens[2:])
     for _ in range(max_tokens):
         (token,), _ = sampler.sample(torch.zeros(1, VOCAB + 4), [0])
-        assert not grammars().failed
+        assert not matchers().take_failures()
         if token == EOS:
             return out.decode()
         out.append(token)
@@ -140,7 +154,7 @@ def allowed(grammar: Grammar) -> list[int]:
 
 def test_requests_share_a_grammar_but_not_its_state() -> None:
     before = grammars().stats().num_checks
-    made = [open_grammar(grammars(), admission({"regex": "a[0-9]{2}"})) for _ in range(2)]
+    made = [open_grammar(matchers(), admission({"regex": "a[0-9]{2}"})) for _ in range(2)]
     first, second = made
     assert first is not None
     assert second is not None
@@ -152,10 +166,12 @@ def test_requests_share_a_grammar_but_not_its_state() -> None:
 
 def test_a_rejected_token_ends_the_request() -> None:
     new = admission(FORMS["gbnf"][0])
-    grammar = open_grammar(grammars(), new)
+    grammar = open_grammar(matchers(), new)
     assert grammar is not None
     grammar.take(ord("q"))
-    error = grammars().failed.pop(new.request_id)
+    (failure,) = matchers().take_failures()
+    assert failure.request_id == new.request_id
+    error = grammars().fail(failure)
     assert isinstance(error, RequestError)
     assert "doesn't satisfy the grammar" in str(error)
     assert "\n" not in str(error)
@@ -166,14 +182,17 @@ def test_a_rejected_token_ends_the_request() -> None:
 def test_steps_of_an_ambiguous_grammar_are_bounded() -> None:
     """Each mask takes longer than the one before, until the request has used up its time."""
     new = admission({"grammar": 'start: s\ns: s s | s s s | "a" | ""'})
-    grammar = open_grammar(grammars(), new)
+    grammar = open_grammar(matchers(), new)
     assert grammar is not None
     for _ in range(2000):
         allowed(grammar)
         grammar.take(ord("a"))
-        if new.request_id in grammars().failed:
+        failures = matchers().take_failures()
+        if failures:
             break
-    assert isinstance(grammars().failed.pop(new.request_id), RequestError)
+    (failure,) = failures
+    assert failure.too_slow
+    assert isinstance(grammars().fail(failure), RequestError)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +231,7 @@ def test_a_request_whose_grammar_fails_ends_alone(folder: Path, monkeypatch) -> 
     llm = make(folder)
     engine, outputs = llm.engine, {}
     params = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
-    monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_break("too hard"))
+    monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_fail("too hard", False))
     groups = llm._requests.groups([[5], [5]], [params, SamplingParams(max_tokens=3)], ["", ""])
     for group in groups:
         engine.add(group.requests[0])

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from windlass.config import GrammarConfig
+from windlass.core.sampling import SamplingParams
 from windlass.core.structured import StructuredOutputs
+from windlass.core.types import SlotId, SlotInit
 from windlass.errors import EngineError, RequestError
 from windlass.text.grammar import compiler as compiler_module
+from windlass.text.grammar import matchers as matchers_module
 from windlass.text.grammar.compiler import GrammarCompiler
+from windlass.text.grammar.matcher import RequestMatcher
+from windlass.text.grammar.matchers import BuiltGrammars, RequestMatchers
 from windlass.text.grammar.sandbox import Cancellation, Verdict
 
 MIB = 2**20
@@ -70,8 +76,8 @@ class FakeBackend:
         size = int(regex.partition("=")[2] or 1) * MIB
         return Verdict(grammar=regex, num_bytes=size)
 
-    def build(self, verdict: Verdict) -> Any:
-        self.built.append(verdict.grammar)
+    def build(self, grammar: str) -> Any:
+        self.built.append(grammar)
         return FakeMatcher({})
 
 
@@ -91,7 +97,9 @@ class World:
     def __init__(self, memory_mib: int = 100) -> None:
         self.backend, self.clock = FakeBackend(), Clock()
         config = GrammarConfig(grammar_memory_bytes=memory_mib * MIB, grammar_step_timeout=0.1)
-        self.grammars = GrammarCompiler(self.backend, config, self.clock)
+        self.grammars = GrammarCompiler(self.backend, config)
+        self.matchers = RequestMatchers(self.grammars.built, config, self.clock)
+        self.started: dict[str, str] = {}  # the grammars of requests
 
     def enter(self, name: str, regex: str) -> None:
         self.grammars.enter(name, StructuredOutputs(regex=regex, source="guided_regex"))
@@ -111,7 +119,28 @@ class World:
         while not self.grammars.ready(name):
             assert time.monotonic() < deadline, f"{name} did not become ready"
             self.grammars.begin()
-        self.grammars.acquire(name)
+        self.started[name] = self.grammars.acquire(name)
+
+    def matcher(self, name: str, output: Sequence[int] = ()) -> RequestMatcher:
+        """The matcher that a runner opens for a request that got a slot."""
+        grammar = self.started[name]
+        return self.matchers.open(
+            SlotInit(
+                request_id=name,
+                slot=SlotId(0),
+                tokens=[9, *output],
+                num_prompt=1,
+                sampling=SamplingParams(),
+                stop_ids=frozenset(),
+                seed=0,
+                grammar=grammar,
+            )
+        )
+
+    def error(self) -> EngineError:
+        """The error of the one request whose grammar failed."""
+        (failure,) = self.matchers.take_failures()
+        return self.grammars.fail(failure)
 
 
 def test_equal_grammars_are_compiled_once() -> None:
@@ -248,34 +277,71 @@ def test_the_number_of_cached_entries_is_limited(monkeypatch: pytest.MonkeyPatch
 def test_a_preempted_request_keeps_its_matcher() -> None:
     world = World()
     world.run("a", "a+")
-    matcher = world.grammars.matcher("a")
+    matcher = world.matcher("a")
     matcher.take(1)
     assert world.grammars.ready("a")
-    world.grammars.acquire("a")
-    again = world.grammars.matcher("a")
-    again.catch_up([1, 2])
+    assert world.grammars.acquire("a") == "a+"
+    again = world.matcher("a", [1, 2])
     assert again is matcher
     assert matcher._matcher.taken == [1, 2]
     world.grammars.leave("a")
     assert world.grammars.stats().num_bytes == MIB
 
 
+def test_another_request_with_the_same_id_gets_another_matcher() -> None:
+    world = World()
+    world.run("a", "a+")
+    matcher = world.matcher("a", [1, 2])
+    other = world.matcher("a", [1, 3, 4])
+    assert other is not matcher
+    assert other._matcher.taken == [1, 3, 4]
+    world.started["a"] = "b+"
+    assert world.matcher("a", [1, 3, 4]) is not other
+
+
+def test_few_matchers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matchers_module, "_MAX_KEPT", 2)
+    world = World()
+    for name in "abc":
+        world.run(name, "a+")
+    first = world.matcher("a")
+    world.matcher("b")
+    assert world.matcher("a") is first
+    world.matcher("c")
+    world.matcher("b")
+    assert world.matcher("a") is not first
+
+
+def test_a_runner_in_another_process_builds_grammars_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matchers_module, "_MAX_BUILT", 2)
+    backend = FakeBackend()
+    built = BuiltGrammars(backend.build)
+    for grammar in ("a", "b", "a", "c", "a", "b"):
+        built.copy(grammar)
+    assert backend.built == ["a", "b", "c", "b"], "the least recently used is dropped"
+    built.discard("b")
+    built.copy("b")
+    assert backend.built[4:] == ["b"]
+
+
 def test_a_failed_grammar_ends_its_request_and_is_compiled_again() -> None:
     world = World()
     world.run("a", "a+")
     world.enter("waits", "a+")
-    matcher = world.grammars.matcher("a")
+    matcher = world.matcher("a")
     matcher._matcher.shared["error"] = "too many states\nand more"
     matcher.take(1)
-    assert str(world.grammars.failed["a"]) == "guided_regex: too many states"
+    assert str(world.error()) == "guided_regex: too many states"
     assert matcher.mask() is None
     assert not world.grammars.ready("waits")
     world.grammars.leave("a")
-    assert not world.grammars.failed
+    assert not world.matchers.take_failures()
     world.wait_for_jobs()
     assert world.grammars.ready("waits")
-    world.grammars.acquire("waits")
-    assert world.grammars.matcher("waits").mask() == b"\xff"
+    world.started["waits"] = world.grammars.acquire("waits")
+    assert world.matcher("waits").mask() == b"\xff"
     assert world.backend.built == ["a+", "a+"]
     world.grammars.leave("waits")
     assert world.grammars.stats().num_bytes == MIB
@@ -285,15 +351,14 @@ def test_a_grammar_with_slow_masks_ends_its_request_and_is_refused() -> None:
     world = World()
     world.run("a", "a+")
     world.run("beside", "a+")
-    matcher = world.grammars.matcher("a")
+    matcher = world.matcher("a")
     world.clock.step = 0.02
     assert matcher.mask() is not None
     world.clock.step = 0.2
     assert matcher.mask() is None
     world.clock.step = 0.0
-    error = world.grammars.failed["a"]
-    assert "took 220 ms of CPU time for 0 tokens, at most 100 ms are allowed" in str(error)
-    assert world.grammars.matcher("beside").mask() == b"\xff"
+    assert "took 220 ms of CPU time for 0 tokens, at most 100 ms are allowed" in str(world.error())
+    assert world.matcher("beside").mask() == b"\xff"
     world.grammars.leave("a")
     world.grammars.leave("beside")
     world.enter("again", "a+")
@@ -301,15 +366,16 @@ def test_a_grammar_with_slow_masks_ends_its_request_and_is_refused() -> None:
         world.grammars.ready("again")
     world.grammars.leave("again")
     assert world.grammars.stats().num_bytes == 0
+    assert not world.grammars.built._added
 
 
 def test_each_token_adds_to_the_time_limit() -> None:
     world = World()
     world.run("a", "a+")
-    matcher = world.grammars.matcher("a")
+    matcher = world.matcher("a")
     world.clock.step = 0.0049  # CPU seconds per mask and per token
     for token in range(1000):
         assert matcher.mask() is not None
         matcher.take(token)
     world.clock.step = 0.0
-    assert not world.grammars.failed
+    assert not world.matchers.take_failures()

@@ -13,7 +13,6 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from windlass.core.trace import (
-    ADAPTER,
     BATCH,
     BLOCKERS,
     BLOCKS,
@@ -35,10 +34,8 @@ _MAX_TRACES = 4096  # bound of finished traces that no caller has taken yet
 _RING = 4096  # steps whose batch size is kept
 
 
-def blocker_of(request: Request | None, openings: int, num_slots: int, count: int) -> int:
+def blocker_of(request: Request, openings: int, num_slots: int, count: int) -> int:
     """The blocker of the queue's head. Requests that were passed over have their own blockers."""
-    if request is None:
-        return ADAPTER
     if openings <= 0:
         return BATCH
     if not num_slots:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from windlass.core.structured import StructuredOutputs
-from windlass.core.types import GrammarStats
+from windlass.core.types import GrammarFailure, GrammarStats
 from windlass.errors import EngineError, UnsupportedError
 
 
 class Grammars(Protocol):
     """Grammars of the requests in an engine. They compile concurrently with steps."""
-
-    failed: dict[str, EngineError]  # errors of requests whose grammar failed during generation
 
     @property
     def state(self) -> object:
@@ -31,8 +29,15 @@ class Grammars(Protocol):
         """Whether the request may start. Raises if its grammar was refused."""
         ...
 
-    def acquire(self, request_id: str) -> None:
-        """Keep the grammar of a request that starts until `leave`. Call in the plan in which it was ready."""
+    def acquire(self, request_id: str) -> str:
+        """Keep the grammar of a request that starts until `leave`; returns it for the runner.
+
+        Call in the plan in which it was ready.
+        """
+        ...
+
+    def fail(self, failure: GrammarFailure) -> EngineError:
+        """Note that a request's grammar failed in a step; returns the error that ends the request."""
         ...
 
     def leave(self, request_id: str) -> None:
@@ -46,7 +51,6 @@ class NoGrammars:
     """The grammars of an engine without structured outputs."""
 
     def __init__(self) -> None:
-        self.failed: dict[str, EngineError] = {}
         self.state: object = None
 
     def enter(self, request_id: str, structured: StructuredOutputs) -> None:
@@ -58,10 +62,14 @@ class NoGrammars:
     def ready(self, request_id: str) -> bool:
         raise UnsupportedError(f"{request_id}: this engine was built without structured outputs.")
 
-    def acquire(self, request_id: str) -> None:
-        pass
+    def acquire(self, request_id: str) -> str:
+        raise AssertionError(f"{request_id} has no grammar")
 
-    leave = acquire
+    def fail(self, failure: GrammarFailure) -> EngineError:
+        raise AssertionError(f"{failure.request_id} has no grammar")
+
+    def leave(self, request_id: str) -> None:
+        pass
 
     def stats(self) -> None:
         return None

@@ -80,7 +80,7 @@ class WaitingQueue:
         self._heap: list[tuple[tuple[int, ...], Request]] = []
         self._waiting: dict[str, Request] = {}
         self._aside: list[Request] = []
-        # The adapter state at which no queued request could start; None: unknown.
+        # The state of adapters and grammars at which no queued request could start; None: unknown.
         self.stuck_at: object = None
 
     def __len__(self) -> int:

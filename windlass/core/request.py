@@ -160,7 +160,7 @@ class Request:
                 return len(own) - num_before, "length", None
         return len(tokens), None, None
 
-    def slot_init(self) -> SlotInit:
+    def slot_init(self, grammar: str) -> SlotInit:
         """The message that initialises the request's slot in the runner."""
         assert self.slot is not None
         return SlotInit(
@@ -171,6 +171,7 @@ class Request:
             sampling=self.sampling,
             stop_ids=self.stop_ids,
             seed=self.seed,
+            grammar=grammar,
         )
 
     def settle_drafts(self, row: Row, got: RowResult, stats: EngineStats) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -30,6 +31,7 @@ from windlass.core.types import (
     BlockId,
     EngineStats,
     FinishReason,
+    GrammarFailure,
     NewRequest,
     Output,
     Row,
@@ -156,13 +158,13 @@ class Scheduler:
             param=error.param if isinstance(error, RequestError) else None,
         )
 
-    def _fail_broken(self) -> list[Output]:
-        """End the requests whose grammar failed in the last step."""
-        outputs: list[Output] = []
-        while self.grammars.failed:
-            request_id, error = self.grammars.failed.popitem()
-            outputs.append(self._fail(self._requests[request_id], error))
-        return outputs
+    def _fail_broken(self, failures: Iterable[GrammarFailure]) -> list[Output]:
+        """End the requests whose grammar failed in a step, unless they have ended already."""
+        return [
+            self._fail(self._requests[failure.request_id], self.grammars.fail(failure))
+            for failure in failures
+            if failure.request_id in self._requests
+        ]
 
     @property
     def has_work(self) -> bool:
@@ -302,7 +304,11 @@ class Scheduler:
         if is_stuck:
             (self._stuck_for,) = blockers
         if self._waiting:
-            self.accounting.block_queue(blocker_of(request, openings, len(self._slots), count), now)
+            if request is None:  # all were passed over
+                blocker = self.accounting.passed[-1][1]
+            else:
+                blocker = blocker_of(request, openings, len(self._slots), count)
+            self.accounting.block_queue(blocker, now)
 
     def _blocker(self, request: Request) -> int | None:
         """Return what blocks a queued request: its adapter, its grammar or nothing.
@@ -357,9 +363,8 @@ class Scheduler:
         self._drafts.admit(request.slot)
         if request.adapter:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
-        if request.has_grammar:
-            self.grammars.acquire(request.request_id)
-        plan.admitted.append(request.slot_init())
+        grammar = self.grammars.acquire(request.request_id) if request.has_grammar else ""
+        plan.admitted.append(request.slot_init(grammar))
 
     def _preempt(self, request: Request, now: float) -> None:
         """Send a request back to the queue. Its sealed blocks stay in the prefix cache."""
@@ -400,7 +405,8 @@ class Scheduler:
                 scores = request.unreported(row, got.prompt_logprobs)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
-        return outputs + self._fail_broken() if self.grammars.failed else outputs
+        failures = result.grammar_failures
+        return outputs + self._fail_broken(failures) if failures else outputs
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Append sampled tokens up to the first that finishes the request."""

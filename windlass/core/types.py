@@ -46,6 +46,7 @@ class SlotInit(NamedTuple):
     sampling: SamplingParams
     stop_ids: frozenset[int]  # tokens that finish the request, masked before min_tokens
     seed: int  # sampling noise depends on the seed and the position alone
+    grammar: str = ""  # the checked grammar of structured outputs, in llguidance's format
 
 
 class Row(NamedTuple):
@@ -147,6 +148,14 @@ class RowResult(NamedTuple):
     )
 
 
+class GrammarFailure(NamedTuple):
+    """A request whose grammar failed in a step, and must end."""
+
+    request_id: str
+    reason: str
+    too_slow: bool  # it exceeded its limit of CPU time
+
+
 class StepResult(NamedTuple):
     """Results in the order of the plan's rows."""
 
@@ -154,6 +163,7 @@ class StepResult(NamedTuple):
     drafting_s: float = 0.0  # seconds spent on drafting after the step
     num_caught_up: int = 0  # backlog tokens that a draft model computed in that time
     prelaunched: bool = False  # a step that verifies all drafts already runs
+    grammar_failures: tuple[GrammarFailure, ...] = ()
 
 
 @dataclass(slots=True)

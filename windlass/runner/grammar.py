@@ -11,16 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.core.types import SlotInit
+from windlass.core.types import GrammarFailure, SlotInit, StepPlan, StepResult
+from windlass.errors import EngineError
 from windlass.text.grammar.matcher import RequestMatcher
 
 _NEVER = float("-inf")
 
 
 class Matchers(Protocol):
-    """The grammars of the requests in an engine."""
+    """The matchers of running requests."""
 
-    def matcher(self, request_id: str) -> RequestMatcher: ...
+    def open(self, new: SlotInit) -> RequestMatcher:
+        """The matcher of a request that got a slot, advanced past its generated tokens."""
+        ...
+
+    def take_failures(self) -> tuple[GrammarFailure, ...]:
+        """The requests whose grammar failed since the last call."""
+        ...
 
 
 class Grammar:
@@ -50,9 +57,46 @@ class Grammar:
 
 
 def open_grammar(matchers: Matchers | None, new: SlotInit) -> Grammar | None:
-    """The grammar of a request that got a slot, advanced past its generated tokens; None: no grammar."""
-    if matchers is None or new.sampling.structured_outputs is None:
+    """The grammar of a request that got a slot; None: no grammar."""
+    if not new.grammar:
         return None
-    matcher = matchers.matcher(new.request_id)
-    matcher.catch_up(new.tokens[new.num_prompt :])
-    return Grammar(matcher)
+    if matchers is None:
+        raise EngineError(f"{new.request_id} has a grammar, but this runner supports none.")
+    return Grammar(matchers.open(new))
+
+
+class Submits(Protocol):
+    """A runner."""
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
+
+
+class PendingStep(Protocol):
+    """A step in flight."""
+
+    def wait(self) -> StepResult: ...
+
+
+class _PendingGrammars:
+    def __init__(self, pending: PendingStep, matchers: Matchers) -> None:
+        self._pending = pending
+        self._matchers = matchers
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        failures = self._matchers.take_failures()
+        return result._replace(grammar_failures=failures) if failures else result
+
+
+class GrammarRunner:
+    """A runner whose results carry the grammars that failed in a step."""
+
+    def __init__(self, runner: Submits, matchers: Matchers) -> None:
+        self._runner = runner
+        self._matchers = matchers
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan).wait()
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return _PendingGrammars(self._runner.submit(plan), self._matchers)

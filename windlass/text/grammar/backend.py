@@ -39,12 +39,12 @@ class GrammarBackend:
         """Compile structured outputs in the sandbox."""
         return self._parts()[0].check(structured, cancellation)
 
-    def build(self, verdict: Verdict) -> LLMatcher:
+    def build(self, grammar: str) -> LLMatcher:
         """Compile a grammar that the sandbox accepted. Requests get copies of the matcher."""
         from llguidance import LLMatcher
 
         limits = parser_limits(self._config)
-        matcher = LLMatcher(self._parts()[1], verdict.grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._parts()[1], grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first mask takes longest; copies share its result
         if matcher.is_error():
             raise EngineError(

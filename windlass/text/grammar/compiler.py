@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
-from windlass.core.types import GrammarStats
+from windlass.core.types import GrammarFailure, GrammarStats
 from windlass.errors import EngineError
-from windlass.text.grammar.matcher import Clock, RequestMatcher
+from windlass.text.grammar.matchers import BuiltGrammars
 from windlass.text.grammar.sandbox import Cancellation, Verdict
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Backend(Protocol):
 
     def check(self, structured: StructuredOutputs, cancellation: Cancellation) -> Verdict: ...
 
-    def build(self, verdict: Verdict) -> LLMatcher: ...
+    def build(self, grammar: str) -> LLMatcher: ...
 
 
 class _Job:
@@ -103,19 +102,16 @@ class _User:
     entry: _Entry
     structured: StructuredOutputs
     started: bool = False
-    matcher: RequestMatcher | None = None
+    grammar: str = ""  # set when it starts
 
 
 class GrammarCompiler:
     """Owns the grammars of an engine's requests. Only the engine's thread may call it."""
 
-    def __init__(
-        self, backend: Backend, config: GrammarConfig, clock: Clock = time.thread_time
-    ) -> None:
-        self.failed: dict[str, EngineError] = {}
+    def __init__(self, backend: Backend, config: GrammarConfig) -> None:
+        self.built = BuiltGrammars(backend.build)  # for a runner in the same process
         self._backend = backend
         self._config = config
-        self._clock = clock
         self._users: dict[str, _User] = {}
         self._entries: dict[bytes, _Entry] = {}
         self._pending: dict[bytes, _Entry] = {}  # not settled, in order of arrival
@@ -164,17 +160,19 @@ class GrammarCompiler:
             raise user.structured.error(entry.refused)
         return entry.matcher is not None
 
-    def acquire(self, request_id: str) -> None:
+    def acquire(self, request_id: str) -> str:
         user = self._users[request_id]
+        assert user.entry.verdict is not None, "the request started before its grammar was ready"
         if not user.started:
+            user.grammar = user.entry.verdict.grammar
             user.started = True
             user.entry.waiting.discard(request_id)
             user.entry.num_running += 1
+        return user.grammar
 
     def leave(self, request_id: str) -> None:
         user = self._users.pop(request_id)
         entry = user.entry
-        self.failed.pop(request_id, None)
         entry.waiting.discard(request_id)
         entry.num_running -= user.started
         if not entry.in_use:
@@ -189,40 +187,31 @@ class GrammarCompiler:
             num_refusals=self._num_refusals,
         )
 
-    # ---- called by the runner ----------------------------------------------------------------
+    def fail(self, failure: GrammarFailure) -> EngineError:
+        user = self._users[failure.request_id]
+        if failure.too_slow:
+            self._refuse(user.entry, failure.reason)
+        else:
+            self._compile_again(user)
+        return user.structured.error(failure.reason)
 
-    def matcher(self, request_id: str) -> RequestMatcher:
-        """The request's matcher, from its first start until it ends."""
-        user = self._users[request_id]
-        if user.matcher is None:
-            compiled = user.entry.matcher
-            assert compiled is not None, "the request started before its grammar was ready"
-            user.matcher = RequestMatcher(
-                compiled.deep_copy(),
-                step_timeout_s=self._config.grammar_step_timeout,
-                on_break=lambda reason: self._on_broken(request_id, user, reason),
-                on_timeout=lambda reason: self._on_too_slow(request_id, user, reason),
-                clock=self._clock,
-            )
-        return user.matcher
-
-    def _on_broken(self, request_id: str, user: _User, reason: str) -> None:
-        """Fail a request. Copies share a lexer that may have reached its limits: compile again."""
-        self.failed[request_id] = user.structured.error(reason)
+    def _compile_again(self, user: _User) -> None:
+        """Replace a broken grammar: copies share a lexer that may have reached its limits."""
         old = user.entry
         if self._entries.get(old.key) is not old or old.refused:
             return
         del self._entries[old.key]
+        if old.matcher is not None:
+            self.built.drop(user.grammar, old.matcher)
         if old.waiting:
             new = self._open_entry(old.key, user.structured)
             new.waiting, old.waiting = old.waiting, set()
             for waiting in new.waiting:
                 self._users[waiting].entry = new
 
-    def _on_too_slow(self, request_id: str, user: _User, reason: str) -> None:
-        """Fail a request and refuse its grammar from now on: it would delay other requests again."""
-        self.failed[request_id] = user.structured.error(reason)
-        user.entry.verdict = Verdict(refused=reason)
+    def _refuse(self, entry: _Entry, reason: str) -> None:
+        """Refuse a grammar from now on: it would delay other requests again."""
+        entry.verdict = replace(entry.verdict or Verdict(), refused=reason)
         self._num_refusals += 1
         self._num_changes += 1
 
@@ -256,7 +245,7 @@ class GrammarCompiler:
 
     def _start_build(self, entry: _Entry, verdict: Verdict) -> None:
         def build() -> Callable[[], None]:
-            matcher = self._backend.build(verdict)
+            matcher = self._backend.build(verdict.grammar)
             return lambda: self._built(entry, matcher)
 
         self._start(entry, _Job(build, Cancellation()))
@@ -283,7 +272,9 @@ class GrammarCompiler:
         self._num_refusals += bool(verdict.refused)
 
     def _built(self, entry: _Entry, matcher: LLMatcher) -> None:
+        assert entry.verdict is not None
         entry.matcher = matcher
+        self.built.add(entry.verdict.grammar, matcher)
 
     def _release(self, entry: _Entry) -> None:
         """Cache or drop an entry that no request uses."""
@@ -314,6 +305,8 @@ class GrammarCompiler:
         return self._num_bytes <= limit
 
     def _free(self, entry: _Entry) -> None:
+        if entry.matcher is not None and entry.verdict is not None:
+            self.built.drop(entry.verdict.grammar, entry.matcher)
         self._num_bytes -= entry.num_bytes
         entry.matcher, entry.num_bytes = None, 0
 

@@ -1,7 +1,6 @@
 """Follows one request's output through its grammar, within a limit of CPU time.
 
 When the grammar fails or takes too long, this request ends with an error and the others continue.
-The matcher belongs to the request until it ends, so a preempted request does not repeat the work.
 """
 
 from __future__ import annotations
@@ -26,19 +25,24 @@ class RequestMatcher:
         matcher: LLMatcher,
         *,
         step_timeout_s: float,
-        on_break: Callable[[str], None],
-        on_timeout: Callable[[str], None],
+        on_fail: Callable[[str, bool], None],
         clock: Clock = time.thread_time,
     ) -> None:
-        """The callbacks receive the reason that ends the request. `clock` returns CPU seconds."""
+        """`on_fail` gets the reason that ends the request, and whether it is its time limit.
+
+        `clock` returns CPU seconds.
+        """
         self._matcher = matcher
         self._timeout_s = step_timeout_s
-        self._on_break = on_break
-        self._on_timeout = on_timeout
+        self._on_fail = on_fail
         self._clock = clock
-        self._num_tokens = 0
+        self._tokens: list[int] = []
         self._spent_s = 0.0
         self._ended = False
+
+    def has_output(self, output: Sequence[int]) -> bool:
+        """Whether this matcher has followed the beginning of `output`, and nothing else."""
+        return not self._ended and self._tokens == list(output[: len(self._tokens)])
 
     def mask(self) -> bytes | None:
         """One bit per token, set where the token may come next. None: the request must end."""
@@ -55,25 +59,27 @@ class RequestMatcher:
             return
         began = self._clock()
         self._matcher.consume_token(token)
-        self._num_tokens += 1
+        self._tokens.append(token)
         self._account(began)
 
     def catch_up(self, output: Sequence[int]) -> None:
         """Advance by the tokens of `output` that this matcher has not seen."""
-        for token in output[self._num_tokens :]:
+        for token in output[len(self._tokens) :]:
             self.take(token)
 
     def _account(self, began: float) -> None:
         self._spent_s += self._clock() - began
         if self._matcher.is_error():
             self._ended = True
-            self._on_break(self._matcher.get_error().partition("\n")[0])
+            self._on_fail(self._matcher.get_error().partition("\n")[0], False)
             return
-        allowed_s = self._timeout_s * (1 + _SHARE_PER_TOKEN * self._num_tokens)
+        num_tokens = len(self._tokens)
+        allowed_s = self._timeout_s * (1 + _SHARE_PER_TOKEN * num_tokens)
         if self._spent_s > allowed_s:
             self._ended = True
-            self._on_timeout(
+            reason = (
                 f"following it took {1e3 * self._spent_s:.0f} ms of CPU time for "
-                f"{self._num_tokens} tokens, at most {1e3 * allowed_s:.0f} ms are allowed "
+                f"{num_tokens} tokens, at most {1e3 * allowed_s:.0f} ms are allowed "
                 "(--grammar-step-timeout)."
             )
+            self._on_fail(reason, True)

@@ -1,0 +1,218 @@
+"""The step contract is closed: plans and results are plain values, also between two processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.lora.folders import write_adapter, write_model
+from tests.speculative import test_heads
+from tests.speculative.test_speculation import PROMPTS, folder, make, small, verify_all
+from windlass import LLM, SamplingParams
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.core.types import NewRequest, Output, StepPlan, StepResult
+
+__all__ = ["folder", "small", "verify_all"]
+
+COUNT = 12
+SAMPLING = [
+    SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0),
+    SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=3, top_k=20, logprobs=2),
+    SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=4, repetition_penalty=1.2),
+    SamplingParams(max_tokens=COUNT, seed=5, structured_outputs={"regex": "[a-p ,]*"}),
+    SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=6, deterministic=True),
+    SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1),
+]
+
+
+def serve_plans(connection: Connection, config: EngineConfig) -> None:
+    """Compute plans with a runner of its own until an empty message arrives."""
+    engine = build_engine(config, open_model(config).source).engine
+    connection.send_bytes(b"ready")
+    while message := connection.recv_bytes():
+        plan = pickle.loads(message)
+        for _, name in plan.adapters:  # the store of this process reads it, too
+            while not engine.adapters._shelf.ready(name):
+                time.sleep(0.001)
+        connection.send_bytes(pickle.dumps(engine._runner.run(plan)))
+
+
+class RemoteRunner:
+    """A runner in another process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._connection.send_bytes(pickle.dumps(plan))
+        result: StepResult = pickle.loads(self._connection.recv_bytes())
+        return result
+
+
+@contextmanager
+def remote(config: EngineConfig) -> Iterator[RemoteRunner]:
+    own, other = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve_plans, args=(other, config), daemon=True)
+    process.start()
+    other.close()
+    try:
+        assert own.recv_bytes() == b"ready"
+        yield RemoteRunner(own)
+        own.send_bytes(b"")
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+
+
+def generate(llm: LLM, params: list[SamplingParams], adapters: list[str] | str = "") -> list[Any]:
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    outputs = [each.outputs[0] for each in llm.generate(prompts, params, adapter=adapters)]
+    return [(each.token_ids, each.finish_reason, each.logprobs) for each in outputs]
+
+
+def options_of(method: str, small: Path, heads: Path) -> dict[str, Any]:
+    if method == "plain":
+        return {}
+    options: dict[str, Any] = {"spec": method}
+    if method == "draft":
+        options |= {"spec_model": str(small), "spec_quantization": "int8"}
+    if method == "self":
+        options |= {"spec_exit_layer": 1}
+    if method in ("medusa", "eagle"):
+        options |= {"spec_model": str(getattr(test_heads, method)(heads / method))}
+    return options
+
+
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize(
+    "method", ["plain", "ngram", "lookahead", "draft", "self", "medusa", "eagle"]
+)
+def test_a_runner_in_another_process_gives_the_same_tokens(
+    method: str, folder: Path, small: Path, tmp_path: Path
+) -> None:
+    """For every proposer, with grammars, log probabilities and deterministic requests."""
+    want = generate(make(folder, quantization=None), SAMPLING)
+    options = options_of(method, small, tmp_path)
+    llm = make(folder, quantization=None, **options)
+    options = {"num_blocks": 200, "max_num_seqs": 16, **options}
+    config = EngineConfig.of(model=str(folder), load_format="dummy", device="cpu", **options)
+    with remote(config) as runner:
+        llm.engine._runner = runner
+        got = generate(llm, SAMPLING)
+    assert [each[:2] for each in got] == [each[:2] for each in want]
+    assert (llm.engine.stats().num_draft_tokens > 0) == (method != "plain")
+
+
+def test_adapters_in_another_process(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, 4, seed, ["q_proj", "v_proj"])
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "device": "cpu",
+        "dtype": "float32",
+        "num_blocks": 100,
+        "enable_lora": True,
+        "max_loras": 1,
+        "lora_modules": [f"{name}={tmp_path / name}" for name in "ab"],
+    }
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompts, names = [[1, 2, 3]] * 3, ["", "a", "b"]
+    llm = LLM(str(model), **options)
+    want = [each.outputs[0].token_ids for each in llm.generate(prompts, params, adapter=names)]
+    assert len({tuple(tokens) for tokens in want}) > 1
+    other = LLM(str(model), **options)
+    with remote(EngineConfig.of(model=str(model), **options)) as runner:
+        other.engine._runner = runner
+        got = [each.outputs[0].token_ids for each in other.generate(prompts, params, adapter=names)]
+    assert got == want
+
+
+class PicklingRunner:
+    """Passes every plan and every result through pickle."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.num_bytes = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._runner.run(self._copy(plan))
+        return self._copy(result)
+
+    def _copy(self, value: Any) -> Any:
+        pickled = pickle.dumps(value)
+        self.num_bytes += len(pickled)
+        copy = pickle.loads(pickled)
+        assert copy == value
+        return copy
+
+
+def random_requests(rng: Random) -> list[NewRequest]:
+    found = []
+    for i in range(20):
+        prompt = [rng.randrange(500) for _ in range(rng.randint(1, 60))]
+        count = rng.randint(1, 20)
+        params: dict[str, Any] = {"max_tokens": count, "seed": i, "ignore_eos": True}
+        params |= rng.choice(
+            [
+                {"temperature": 0.0},
+                {"top_k": 5, "logprobs": 1},
+                {"frequency_penalty": 0.5},
+                {"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False},
+                {"prompt_logprobs": 0},
+                {"stop_token_ids": tuple(range(0, 500, 9))},
+            ]
+        )
+        found.append(NewRequest(f"r{i}", prompt, SamplingParams(**params), priority=i % 3))
+    return found
+
+
+def run_randomly(llm: LLM, seed: int) -> dict[str, list[int]]:
+    """Add and abort requests at random; returns the tokens of the others."""
+    rng, engine = Random(seed), llm.engine
+    requests = random_requests(rng)
+    aborted = {each.request_id for each in rng.sample(requests, 4)}
+    got: dict[str, list[int]] = {each.request_id: [] for each in requests}
+
+    def take(outputs: list[Output]) -> None:
+        for output in outputs:
+            assert output.error is None
+            got[output.request_id] += output.tokens
+
+    for request in requests:
+        engine.add(request)
+        for _ in range(rng.randint(0, 2)):
+            take(engine.step())
+        if request.request_id in aborted:
+            engine.abort(request.request_id)
+    while engine.has_work:
+        take(engine.step())
+    return {name: tokens for name, tokens in got.items() if name not in aborted}
+
+
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft"])
+def test_pickled_plans_and_results_give_the_same_tokens(
+    method: str, folder: Path, small: Path, tmp_path: Path
+) -> None:
+    """A random workload with preemptions and aborts."""
+    bounds = {"num_blocks": 40, "block_size": 4, "max_model_len": 160, "max_num_seqs": 6}
+    want = run_randomly(make(folder, **bounds), seed=1)
+    llm = make(folder, **bounds, **options_of(method, small, tmp_path))
+    runner = llm.engine._runner = PicklingRunner(llm.engine._runner)
+    assert run_randomly(llm, seed=1) == want
+    assert llm.engine.stats().num_preemptions > 0 or method == "draft"
+    assert runner.num_bytes > 0
