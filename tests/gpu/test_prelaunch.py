@@ -15,7 +15,7 @@ from tests.speculative import test_heads
 from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
 from windlass.core.speculation import governor
-from windlass.runner.cuda_verify import CudaVerifyRunner
+from windlass.runner.cuda.verify import VerifyGraphs
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import medusa
 
@@ -56,7 +56,7 @@ def test_prelaunch_does_not_change_tokens(
         return torch.where(positions % 5 == 3, correct ^ 1, correct).to(torch.int32)
 
     counts: Counter[str] = Counter()
-    prelaunch, undo = CudaVerifyRunner._prelaunch_next, CudaVerifyRunner._undo_prelaunch
+    prelaunch, undo = VerifyGraphs._prelaunch_next, VerifyGraphs._undo_prelaunch
 
     def counting_prelaunch(*args: object) -> object:
         prelaunched = prelaunch(*args)  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ def test_prelaunch_does_not_change_tokens(
         counts["undone"] += 1
         undo(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CudaVerifyRunner, "_prelaunch_next", counting_prelaunch)
-    monkeypatch.setattr(CudaVerifyRunner, "_undo_prelaunch", counting_undo)
+    monkeypatch.setattr(VerifyGraphs, "_prelaunch_next", counting_prelaunch)
+    monkeypatch.setattr(VerifyGraphs, "_undo_prelaunch", counting_undo)
     monkeypatch.setattr(medusa.MedusaDrafter, "draft", draft)
     for name, value in {"CONFIG": CONFIG, "VOCAB": 1000, "DIM": CONFIG["head_dim"]}.items():
         monkeypatch.setattr(test_heads, name, value)

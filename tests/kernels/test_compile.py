@@ -25,6 +25,7 @@ from windlass.kernels.triton import (  # noqa: E402
     eight_bit,
     fp8_kernels,
     grouped,
+    logits,
     norm,
     rope,
     sample,
@@ -198,6 +199,12 @@ def gated(rows: int, outputs: int, stages: int) -> tuple:
 SAMPLE = {"logits": X, "sampling": F, "slots": I, "thresholds": F, "size": "i32", "stride": "i32"}
 SPLIT = {**SAMPLE, "seeds": L, "positions": I, "best": F, "best_at": I}
 JOIN = {"best": F, "best_at": I, "slots": I, "tokens": I, "last_tokens": I}
+COUNT = {"tokens": I, "slots": I, "tables": L}
+CHANGE = {
+    **dict.fromkeys(("rows", "slots", "mask_rows", "masks"), I),
+    **{"logits": X, "tables": L, "penalties": F, "scores": F},
+    **dict.fromkeys(("size", "stride", "mask_stride"), "i32"),
+}
 INPUTS = {
     **dict.fromkeys(("inputs", "last_tokens", "tables", "ids", "positions", "slots"), I),
     **{"width": "i32", "table_stride": "i32"},
@@ -316,6 +323,8 @@ CASES = {
     "threshold": (sample.sample_threshold_kernel, SAMPLE, {"TILE": 2048}, {"num_warps": 8}),
     "split": (sample.sample_split_kernel, SPLIT, {"SPLITS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"SPLITS": 8}, {"num_warps": 1}),
+    "change logits": (logits.change_logits_kernel, CHANGE, {"TILE": 1024}, {"num_warps": 4}),
+    "count tokens": (logits.count_tokens_kernel, COUNT, {}, {"num_warps": 1}),
     **LORA_AND_SPECULATION,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }

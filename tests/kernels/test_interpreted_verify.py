@@ -210,7 +210,7 @@ def test_typical_drafts_replace_sampled_tokens(epsilon: float) -> None:
     slots = torch.arange(rows, dtype=torch.int32) // 2 % len(params)
     sampled = torch.full((rows,), 7, dtype=torch.int32)
     requests = [
-        SampleRequest(i, slot, (draft,))
+        SampleRequest(i, slot, (draft,), 1)
         for i, (slot, draft) in enumerate(
             zip(slots[::2].tolist(), drafts[::2].tolist(), strict=True)
         )

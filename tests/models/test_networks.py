@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tests.steps import make_batch
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import Heads, KVCache
@@ -93,8 +94,7 @@ def our_logits(
             held = need_blocks
             row = Row("r", 0, start, count, tuple(ids[start : start + count]), blocks, True)
             plan = StepPlan([row], [admission] if start == 0 else [])
-            slots.apply(plan)
-            tokens, batch = slots.batch(plan, cache.layers)
+            tokens, batch = make_batch(plan, slots, cache.layers)
             outputs.append(network.logits(network(tokens, batch)))
             start += count
     assert start == len(ids)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.quant.packers import Packed
+from tests.steps import make_batch
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
@@ -96,7 +97,6 @@ def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     slot_init = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     blocks = tuple(range(-(-len(ids) // 16)))
     plan = StepPlan([Row("r", 0, 0, len(ids), tuple(ids), blocks, True)], [slot_init])
-    slots.apply(plan)
-    tokens, batch = slots.batch(plan, cache.layers)
+    tokens, batch = make_batch(plan, slots, cache.layers)
     with torch.inference_mode():
         return network.logits(network(tokens, batch)).float()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.core.types import BlockId, Row, SlotId, StepPlan
+from tests.steps import make_inputs
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.runner.adapters import in_tiles
-from windlass.runner.mixed import GraphShape, attention_tiles, mixed_sizes
+from windlass.runner.cuda.metadata import attention_tiles
+from windlass.runner.cuda.mixed import GraphShape, mixed_sizes
+from windlass.runner.eager import ReferenceMetadata, step_batch
 from windlass.runner.slots import SlotTables
 
 CPU = torch.device("cpu")
@@ -26,6 +29,24 @@ def make_rows(counts: list[int], adapters: list[int]) -> list[Row]:
         sample = i % 3 != 0 or count == 1
         rows.append(Row("", SlotId(i), 7 * i, count, tokens, (BlockId(i),), sample, 0, adapter))
     return rows
+
+
+def make_plan(rows: list[Row]) -> StepPlan:
+    """A plan that admits its rows; the token at position p of slot i is 1000 i + p."""
+    greedy = SamplingParams(temperature=0)
+    admitted = [
+        SlotInit(
+            request_id="",
+            slot=row.slot,
+            tokens=[1000 * row.slot + at for at in range(400)],
+            num_prompt=400,
+            sampling=greedy,
+            stop_ids=frozenset(),
+            seed=0,
+        )
+        for row in rows
+    ]
+    return StepPlan(rows, admitted)
 
 
 MAX_TOKENS = mixed_sizes(2048)[-1] - 1  # a captured step needs a token for padding
@@ -44,12 +65,13 @@ def test_captured_inputs_equal_eager_inputs(
     tokens = next(size for size in mixed_sizes(2048) if size > total)
     shape = GraphShape(tokens, min(tokens - 1, 40), TILE, adapted, drafting)
     inbox = torch.full((shape.numbers,), -7, dtype=torch.int32)
-    after = [900 + i for i, row in enumerate(rows) if not row.sample]
-    assert shape.fill(inbox, rows, PADDING, after)
-    found, last = shape.parts(inbox), tokens - 1
+    after = [1000 * row.slot + row.start + row.num_tokens for row in rows if not row.sample]
     tables = SlotTables(40, 4, 16, CPU)
     tables.last[:] = torch.arange(41) + 5000
-    ids, batch = tables.batch(StepPlan(rows), [])
+    inputs = make_inputs(make_plan(rows), tables)
+    shape.fill(inbox, inputs, PADDING)
+    found, last = shape.parts(inbox), tokens - 1
+    ids, batch = step_batch(inputs, tables, [], ReferenceMetadata(tables))
     got = tables.fill_last(found.tokens[0], found.tokens[2])
     assert torch.equal(got[:total], ids)
     assert torch.equal(found.tokens[1, :total], batch.positions)
@@ -88,17 +110,6 @@ def test_captured_inputs_equal_eager_inputs(
     assert not own.tiles[len(expected.tiles) :, 1].any()
     named = [row.adapter for row in rows if row.sample]
     assert of_indices.slots.tolist() == named + [0] * (shape.rows - len(named))
-
-
-@pytest.mark.parametrize(
-    ("counts", "tokens"),
-    [([64], 64), ([1] * 41, 128), ([2] * 40, 96)],
-    ids=["no token left for padding", "too many rows", "too many chunks"],
-)
-def test_rows_that_do_not_fit_are_refused(counts: list[int], tokens: int) -> None:
-    shape = GraphShape(tokens, min(tokens, 40), TILE, False)
-    inbox = torch.zeros(shape.numbers, dtype=torch.int32)
-    assert not shape.fill(inbox, make_rows(counts, [0] * len(counts)), PADDING)
 
 
 def test_sizes_cover_the_tokens_of_a_step() -> None:

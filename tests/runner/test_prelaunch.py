@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
-from windlass.runner.prelaunch import ExpectedRow, Prelaunched
+from windlass.runner.cuda.prelaunch import ExpectedRow, Prelaunched
 
 LAUNCHED: Any = None  # the computation is not tested here
 

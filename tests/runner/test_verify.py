@@ -6,11 +6,13 @@ from random import Random
 
 import torch
 
+from tests.steps import make_inputs
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import Row, RowResult, SlotInit
+from windlass.core.types import Row, RowResult, SlotInit, StepPlan
 from windlass.runner import filters
 from windlass.runner.sampler import Sampler
-from windlass.runner.verify import SampleRequest, keep, positions_of, sample_requests, verify
+from windlass.runner.slots import SlotTables
+from windlass.runner.verify import SampleRequest, keep, verify
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -73,11 +75,11 @@ def test_draft_tokens_change_neither_tokens_nor_logprobs() -> None:
             done = len(known) - len(PROMPT)
             right = [each.tokens[0] for each in truth[slot][done : done + rng.randrange(5)]]
             drafts = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in right]
-            requests.append(SampleRequest(len(requests), slot, tuple(drafts)))
+            requests.append(SampleRequest(len(requests), slot, tuple(drafts), len(known)))
             logits += [model(known + drafts[:i]) for i in range(len(drafts) + 1)]
             starts.append(done)
         results = verify(sampler, torch.stack(logits), requests)
-        for (_, slot, _), start, result in zip(requests, starts, results, strict=True):
+        for (_, slot, _, _), start, result in zip(requests, starts, results, strict=True):
             want = truth[slot][start : start + len(result.tokens)]
             assert result.tokens == [each.tokens[0] for each in want]
             scores = [score for each in want for score in each.logprobs or ()]
@@ -105,7 +107,7 @@ def test_draft_tokens_do_not_change_the_distribution() -> None:
             seed = at_once * batch + slot
             sampler.admit(SlotInit("", slot, [0], 1, sampling, frozenset(), seed))
             draft = (best, worst, rng.randrange(size))[slot % 3]
-            requests.append(SampleRequest(slot, slot, (draft,)))
+            requests.append(SampleRequest(slot, slot, (draft,), 1))
             logits += [table[size], table[draft]]
         tokens = [each.tokens for each in verify(sampler, torch.stack(logits), requests)]
         short = [slot for slot in range(at_once) if len(tokens[slot]) == 1]
@@ -137,7 +139,7 @@ def test_typical_acceptance_depends_on_entropy_and_threshold() -> None:
         sampler = Sampler(VOCAB, CPU, threshold)
         for slot in range(20):
             sampler.admit(SlotInit("", slot, [1], 1, sampling, frozenset(), slot))
-        requests = [SampleRequest(slot, slot, (draft,)) for slot in range(20)]
+        requests = [SampleRequest(slot, slot, (draft,), 1) for slot in range(20)]
         found = verify(sampler, torch.stack([logits] * 40), requests)
         assert all(each.tokens[0] == draft for each in found) == kept
         assert [sampler.tokens(slot)[1:] for slot in range(20)] == [each.tokens for each in found]
@@ -157,6 +159,7 @@ def test_logits_are_read_at_the_last_positions_of_sampled_rows() -> None:
         Row("prompt", 2, 0, 4, (1,) * 4, (), True),
         Row("decode", 3, 9, 1, (), (), True),
     ]
-    requests = sample_requests(rows)
-    assert [each.drafts for each in requests] == [(8, 9), (), ()]
-    assert positions_of(rows, requests).tolist() == [5, 6, 7, 11, 12]
+    inputs = make_inputs(StepPlan(rows), SlotTables(4, 4, 16, CPU))
+    assert [each.drafts for each in inputs.requests] == [(8, 9), (), ()]
+    assert [each.position for each in inputs.requests] == [10, 4, 10]
+    assert inputs.sampled == [5, 6, 7, 11, 12]

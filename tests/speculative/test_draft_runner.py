@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from windlass import SamplingParams
 from windlass.core.types import BlockId, RowResult, SlotId, SlotInit, StepPlan, StepResult
-from windlass.runner.runner import CompletedStep
+from windlass.runner.executor import CompletedStep
 from windlass.speculative.base import SlotUpdate
 from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer
 
@@ -44,7 +44,6 @@ def proposer(runner: CountingRunner) -> DraftRunnerProposer:
         max_positions=64,
         vocab_size=100,
         shares_kv=False,
-        sampler=None,
         prefers_decode=False,
     )
     return DraftRunnerProposer(draft_runner, target_vocab=100)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.speculative.test_draft_runner import CountingRunner, proposer
 from windlass.core.types import StepPlan
-from windlass.runner.runner import CompletedStep
+from windlass.runner.executor import CompletedStep
 from windlass.speculative.measure import MeasureLimits, measure, spot_check
 
 STEP_S, TOKEN_S = 1.0, 0.01

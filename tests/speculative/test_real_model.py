@@ -84,7 +84,7 @@ def test_verification_keeps_the_distribution_of_the_first_token(llms: dict[str, 
             seed = batch_size * batch + slot
             sampler.admit(SlotInit("", slot, [0], 1, SamplingParams(), frozenset(), seed))
             requests.append(
-                SampleRequest(slot, slot, (min(rng.randrange(4), rng.randrange(size)),))
+                SampleRequest(slot, slot, (min(rng.randrange(4), rng.randrange(size)),), 1)
             )
         for result in verify(sampler, logits.expand(2 * batch_size, size), requests):
             counts[result.tokens[0]] += 1

@@ -17,7 +17,7 @@ from windlass.core.speculation import governor
 from windlass.core.speculation.costs import Costs, StepCosts
 from windlass.core.types import Draft, RowResult, SlotId, SlotInit, StepPlan, StepResult
 from windlass.errors import ConfigError
-from windlass.runner.runner import CompletedStep
+from windlass.runner.executor import CompletedStep
 from windlass.speculative import ngram, setup
 from windlass.speculative.base import SlotUpdate
 from windlass.speculative.measure import MeasureLimits, measure

@@ -126,12 +126,14 @@ class SamplingParams:
             ) from error
 
     @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether logits are modified before sampling."""
         return bool(
-            self.repetition_penalty != 1
-            or self.frequency_penalty
-            or self.presence_penalty
+            self.has_penalties
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.bad_token_ids

@@ -164,6 +164,8 @@ class StepResult(NamedTuple):
     num_caught_up: int = 0  # backlog tokens that a draft model computed in that time
     prelaunched: bool = False  # a step that verifies all drafts already runs
     grammar_failures: tuple[GrammarFailure, ...] = ()
+    executor: str = ""  # the part of the runner that computed the step
+    refusals: tuple[tuple[str, str], ...] = ()  # executors asked before it, and why they refused
 
 
 @dataclass(slots=True)

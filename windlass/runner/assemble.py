@@ -26,8 +26,12 @@ from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
-from windlass.runner.runner import Runner, RunnerParts
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
+from windlass.runner.executor import Executor
+from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
+from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.slots import SlotTables
 
 # Max bytes of float32 logits for draft tokens.
@@ -212,7 +216,6 @@ def make_draft_runner(
     loaded: Loaded,
     limits: Limits,
     num_blocks: int,
-    sampler: Sampler,
     cache: KVCache | None = None,
 ) -> tuple[Runner, KVCache]:
     """A second runner with the same number of blocks; `cache`: KV pages shared with the target."""
@@ -223,7 +226,7 @@ def make_draft_runner(
         limits=limits,
         kv_dtype=_kv_format(config, hparams, loaded.parts).dtype,
     )
-    return maker.make(num_blocks, cache, sampler)
+    return maker.make(num_blocks, cache)
 
 
 class _Maker:
@@ -244,9 +247,7 @@ class _Maker:
         self._kv_dtype = kv_dtype
         self.choices: list[Choice] = []  # made while building the runner
 
-    def make(
-        self, num_blocks: int, cache: KVCache | None = None, sampler: Sampler | None = None
-    ) -> tuple[Runner, KVCache]:
+    def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache."""
         hparams, parts = self._hparams, self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
@@ -264,61 +265,58 @@ class _Maker:
             device=parts.device,
             scratch=num_blocks,
         )
-        threshold = self._config.speculation.threshold
-        sampler = sampler or Sampler(
-            vocab_size=hparams.vocab_size,
-            device=parts.device,
-            threshold=threshold,
-            draw=draw_with(parts.ops),
-        )
         runner_parts = RunnerParts(
             network=self._loaded.network,
             cache=cache,
             slots=slots,
-            sampler=sampler,
+            sampling=self._sampling(slots),
             gemm=self._loaded.gemm,
             coarse_prompts=self._rounds_coarsely(),
         )
-        if not parts.ops.is_triton:
-            return self._eager_or_cpu(runner_parts), cache
-        from windlass.kernels.triton.attention import tile_tokens
-        from windlass.runner.cuda_runner import CudaRunner
-        from windlass.runner.cuda_verify import CudaVerifyRunner
+        return Runner(runner_parts, self._executors(runner_parts)), cache
 
-        graph_rows = 0 if self._config.model.enforce_eager else seqs
-        tile = tile_tokens(hparams.num_heads // hparams.num_kv_heads)
-        max_tokens, speculation = self._limits.max_num_batched_tokens, self._config.speculation
-        if speculation.spec == "none":
-            runner = CudaRunner(
-                runner_parts, tile=tile, graph_rows=graph_rows, max_tokens=max_tokens
-            )
-        else:
-            runner = CudaVerifyRunner(
-                runner_parts,
-                tile=tile,
-                graph_rows=graph_rows,
-                max_tokens=max_tokens,
-                max_draft_tokens=speculation.max_draft_tokens,
-            )
-        runner.capture()
-        return runner, cache
+    def _sampling(self, slots: SlotTables) -> Sampling:
+        ops, vocab_size = self._loaded.parts.ops, self._hparams.vocab_size
+        threshold = self._config.speculation.threshold
+        if ops.is_triton:
+            return DeviceSampler(slots, vocab_size=vocab_size, threshold=threshold)
+        sampler = Sampler(
+            vocab_size=vocab_size, device=slots.device, threshold=threshold, draw=draw_with(ops)
+        )
+        return HostSampling(sampler, slots)
 
-    def _eager_or_cpu(self, parts: RunnerParts) -> Runner:
-        """A runner that replays a captured program if every operation is native, else an eager one."""
+    def _executors(self, parts: RunnerParts) -> list[Executor]:
+        """The executors of this device, the fastest first."""
+        if self._loaded.parts.ops.is_triton:
+            from windlass.runner.cuda.executors import cuda_executors
+
+            hparams, speculation = self._hparams, self._config.speculation
+            return cuda_executors(
+                parts,
+                heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+                max_rows=0 if self._config.model.enforce_eager else self._limits.max_num_seqs,
+                max_tokens=self._limits.max_num_batched_tokens,
+                max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,
+            )
+        return [*self._program(parts), EagerExecutor(parts, ReferenceMetadata(parts.slots))]
+
+    def _program(self, parts: RunnerParts) -> list[Executor]:
+        """The recorded program, if every operation is native; adds a start-up line."""
         why = None if self._loaded.parts.ops.is_native else "not every operation is native"
         if self._config.model.enforce_eager:
             why = "--enforce-eager"
         if why is not None:
             self.choices.append(Choice("steps", "operator by operator", why))
-            return Runner(parts)
+            return []
         from windlass.kernels.native.program import ProgramLimits
-        from windlass.runner.cpu_runner import CpuRunner
+        from windlass.runner.program import try_program
 
-        runner = CpuRunner(parts)
+        assert isinstance(parts.sampling, HostSampling)
         positions = sampled_positions(self._config, self._hparams, self._limits)
-        program_limits = ProgramLimits(self._limits.max_num_batched_tokens, positions)
-        self.choices.append(runner.record(program_limits))
-        return runner
+        limits = ProgramLimits(self._limits.max_num_batched_tokens, positions)
+        executors, choice = try_program(parts, parts.sampling, limits)
+        self.choices.append(choice)
+        return executors
 
     def _rounds_coarsely(self) -> bool:
         """Whether prompt activations are quantised coarsely; adds a start-up line."""

@@ -5,10 +5,11 @@ text/grammar/ computes the masks; this module applies them to logits.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import GrammarFailure, SlotInit, StepPlan, StepResult
@@ -42,14 +43,18 @@ class Grammar:
         If other sampling params have masked all allowed tokens, the grammar takes precedence over
         them: the result is the masked `logits`.
         """
-        mask = self._matcher.mask()
-        if mask is None:
+        allowed = self.allowed()
+        if allowed is None:
             return scores
-        allowed = np.frombuffer(mask, dtype=np.uint8)
         bits = np.unpackbits(allowed, bitorder="little", count=scores.shape[-1])
         forbidden = torch.from_numpy(bits == 0).to(scores.device)
         left = scores.masked_fill(forbidden, _NEVER)
         return left if left.max() > _NEVER else logits.masked_fill(forbidden, _NEVER)
+
+    def allowed(self) -> NDArray[Any] | None:
+        """One bit per token that may come next, as bytes; None: the request must end."""
+        mask = self._matcher.mask()
+        return None if mask is None else np.frombuffer(mask, dtype=np.uint8)
 
     def take(self, token: int) -> None:
         """Advance by a sampled token."""

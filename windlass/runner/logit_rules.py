@@ -7,9 +7,11 @@ length of the lists. Penalties and grammars change with every token and live els
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
@@ -28,27 +30,42 @@ class LogitRules:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._bias = _bias(sampling, vocab_size, device)  # [vocabulary]; None: no bias
+        self.bias = _bias(sampling, vocab_size, device)  # [vocabulary]; None: no bias
+        self.num_mask_bytes = -(-vocab_size // 8)
         self._bad_words, last = _by_prefix(sampling)
-        self._last = _ids(last).to(device)
+        self._last = np.array(last, dtype=np.int64)
         self._min_tokens = sampling.min_tokens
         stops = sorted(stop_ids) if sampling.min_tokens else []
-        self._stop_ids = _ids(stops).to(device)
+        self._stop_ids = np.array(stops, dtype=np.int64)
+
+    @property
+    def has_bad_words(self) -> bool:
+        """Whether a token may be forbidden because of the tokens before it."""
+        return bool(self._bad_words)
 
     def add_bias(self, scores: Tensor) -> Tensor:
         """New scores of one row: logit_bias added, tokens that are never allowed at -inf."""
-        return scores.clone() if self._bias is None else scores + self._bias
+        return scores.clone() if self.bias is None else scores + self.bias
 
     def mask_continuations(self, scores: Tensor, tokens: list[int], num_prompt: int) -> None:
         """Mask, in place, the tokens that would complete a bad word or stop before min_tokens."""
-        num_output = len(tokens) - num_prompt
+        for ids in self.continuations(tokens, len(tokens) - num_prompt):
+            scores[torch.from_numpy(ids).to(scores.device)] = _NEVER
+
+    def continuations(self, tokens: list[int], num_output: int) -> list[NDArray[Any]]:
+        """Ids of tokens that would complete a bad word after `tokens`, or stop before min_tokens.
+
+        `num_output` tokens were generated; `tokens` may lack the last if there are no bad words.
+        """
+        banned = []
         for length, prefixes in self._bad_words.items():
             if length <= num_output:
                 found = prefixes.get(tuple(tokens[-length:]))
                 if found is not None:
-                    scores[self._last[found]] = _NEVER
-        if num_output < self._min_tokens:
-            scores[self._stop_ids] = _NEVER
+                    banned.append(self._last[found])
+        if num_output < self._min_tokens and len(self._stop_ids):
+            banned.append(self._stop_ids)
+        return banned
 
 
 def _by_prefix(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # as filters.draw
 
 
 @dataclass(slots=True)
-class _SlotState:
+class SlotState:
     """The sampling params and state of one slot."""
 
     sampling: SamplingParams
@@ -58,13 +59,13 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self.grammars: Matchers | None = None  # None: no structured outputs
-        self._slots: dict[int, _SlotState] = {}
+        self._slots: dict[int, SlotState] = {}
 
     def admit(self, new: SlotInit) -> None:
         """Initialise a slot from a request and the tokens that it generated before a preemption."""
         params = new.sampling
         counts = seen = None
-        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+        if params.has_penalties:
             tokens = torch.tensor(new.tokens, device=self._device)
             counts = torch.bincount(tokens[new.num_prompt :], minlength=self._vocab_size)
             seen = torch.bincount(tokens, minlength=self._vocab_size) > 0
@@ -73,7 +74,7 @@ class Sampler:
             rules = LogitRules(
                 params, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self._device
             )
-        self._slots[new.slot] = _SlotState(
+        self._slots[new.slot] = SlotState(
             sampling=params,
             seed=new.seed,
             num_prompt=new.num_prompt,
@@ -87,16 +88,8 @@ class Sampler:
     def forget(self, slot: int) -> None:
         self._slots.pop(slot, None)
 
-    def num_prompt_scores(self, slot: int) -> int | None:
-        """Number of prompt logprobs per token; None: not requested."""
-        state = self._slots.get(slot)
-        return state.sampling.prompt_logprobs if state is not None else None
-
     def tokens(self, slot: int) -> list[int]:
         return self._slots[slot].tokens
-
-    def num_prompt(self, slot: int) -> int:
-        return self._slots[slot].num_prompt
 
     def sample(
         self, logits: Tensor, slots: Sequence[int]
@@ -120,16 +113,12 @@ class Sampler:
         state = self._slots[slot]
         return not state.special and not state.scored
 
-    def draw(self, logits: Tensor, slots: Sequence[int], ahead: Sequence[int]) -> list[int]:
-        """Sample for plain slots at positions `ahead` of the next token. Changes no state.
+    def draw(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """Sample the tokens at `positions` of plain slots. Changes no state.
 
         Call `accept` with the accepted tokens.
         """
-        states = [self._slots[slot] for slot in slots]
-        positions = [
-            len(state.tokens) + offset for state, offset in zip(states, ahead, strict=True)
-        ]
-        return self._choose(logits, states, positions)
+        return self._choose(logits, [self._slots[slot] for slot in slots], positions)
 
     def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
         """The sampling distributions of plain, non-greedy slots."""
@@ -139,7 +128,9 @@ class Sampler:
     def is_greedy(self, slot: int) -> bool:
         return self._slots[slot].sampling.greedy
 
-    def _choose(self, scores: Tensor, states: list[_SlotState], positions: list[int]) -> list[int]:
+    def _choose(
+        self, scores: Tensor, states: list[SlotState], positions: Sequence[int]
+    ) -> list[int]:
         if all(state.sampling.greedy for state in states):
             return scores.argmax(dim=-1).tolist()
         keys = [filters.key(m.seed, at) for m, at in zip(states, positions, strict=True)]
@@ -155,7 +146,7 @@ class Sampler:
         for slot, token in zip(slots, tokens, strict=True):
             self._record(self._slots[slot], token)
 
-    def _change(self, logits: Tensor, state: _SlotState, rules: LogitRules) -> Tensor:
+    def _change(self, logits: Tensor, state: SlotState, rules: LogitRules) -> Tensor:
         """Apply bias, penalties, bad words and grammar to the logits of one row."""
         params = state.sampling
         scores = rules.add_bias(logits)
@@ -173,7 +164,7 @@ class Sampler:
             scores = state.grammar.mask(scores, logits)
         return scores
 
-    def _params(self, states: list[_SlotState]) -> Tensor:
+    def _params(self, states: list[SlotState]) -> Tensor:
         """The params tensor of filters.draw."""
         params = [state.sampling for state in states]
         return torch.tensor(
@@ -184,7 +175,7 @@ class Sampler:
             dtype=torch.float64,
         )
 
-    def _record(self, state: _SlotState, token: int) -> None:
+    def _record(self, state: SlotState, token: int) -> None:
         state.tokens.append(token)
         if state.grammar is not None:
             state.grammar.take(token)
@@ -193,7 +184,7 @@ class Sampler:
             state.seen[token] = True
 
     def _logprobs(
-        self, logits: Tensor, states: list[_SlotState], tokens: list[int]
+        self, logits: Tensor, states: list[SlotState], tokens: list[int]
     ) -> list[list[TokenLogprob] | None]:
         found: list[list[TokenLogprob] | None] = [None] * len(tokens)
         for i, state in enumerate(states):
@@ -212,19 +203,35 @@ def draw_with(ops: Ops) -> Draw:
     return sample
 
 
-def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Log probability and rank of one token per row, and the `num_top` most likely tokens."""
+class Scores(NamedTuple):
+    """Log probabilities of one token per row, as tensors."""
+
+    own: Tensor  # [rows]
+    rank: Tensor  # [rows]: 1 is the most likely
+    top: Tensor  # [rows, num_top]
+    top_ids: Tensor  # [rows, num_top]
+
+    def tolist(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Convert for the given tokens; waits for the device."""
+        columns = [each.tolist() for each in self]
+        return [
+            TokenLogprob(
+                token=token, logprob=own, rank=rank, top=list(zip(top_ids, top, strict=True))
+            )
+            for token, own, rank, top, top_ids in zip(tokens, *columns, strict=True)
+        ]
+
+
+def score_rows(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
+    """Score one token per row, and the `num_top` most likely tokens (-1: all)."""
     logprobs = logits.float().log_softmax(dim=-1)
-    picked = torch.tensor(tokens, device=logits.device)
-    own = logprobs.gather(-1, picked[:, None])
+    own = logprobs.gather(-1, tokens[:, None].long())
     ranks = (logprobs > own).sum(dim=-1) + 1
     num_top = logits.shape[-1] if num_top < 0 else min(num_top, logits.shape[-1])
-    values, ids = logprobs.topk(num_top, dim=-1)
-    return [
-        TokenLogprob(
-            token=token, logprob=logprob, rank=rank, top=list(zip(top_ids, top_values, strict=True))
-        )
-        for token, logprob, rank, top_ids, top_values in zip(
-            tokens, own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True
-        )
-    ]
+    top, ids = logprobs.topk(num_top, dim=-1)
+    return Scores(own[:, 0], ranks, top, ids)
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Log probability and rank of one token per row, and the `num_top` most likely tokens."""
+    return score_rows(logits, torch.tensor(tokens, device=logits.device), num_top).tolist(tokens)

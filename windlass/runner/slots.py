@@ -1,4 +1,4 @@
-"""Block tables by slot, and packing of a plan's rows into arrays.
+"""Block tables and last sampled tokens by slot.
 
 The host copy of the tables is authoritative. A CUDA device has its own copy, updated in step order.
 """
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
-from windlass.kernels.batch import LayerKV, Span, StepBatch
 
 
 class SlotTables:
@@ -43,6 +42,7 @@ class SlotTables:
             self.tables = self.tables.to(device)
         # Last sampled token by slot.
         self.last = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self.last_on_host: NDArray[Any] = self.last.numpy() if on_cpu else np.empty(0)
 
     def clear(self, slots: Sequence[SlotId]) -> None:
         """Point all table entries of these slots to the scratch block."""
@@ -79,42 +79,18 @@ class SlotTables:
         fresh = to_device(self._host[slots, :width], self.device)
         self.tables[to_device(slots, self.device), :width] = fresh
 
-    def batch(self, plan: StepPlan, kv: list[LayerKV]) -> tuple[Tensor, StepBatch]:
-        """The packed token ids of a plan and its batch metadata."""
-        spans = spans_of(plan.rows)
-        total = spans[-1].first + spans[-1].count
-        # Multiples of 16 entries keep every row aligned, as kernels assume.
-        packed = np.zeros((3, -(-total // 16) * 16), dtype=np.int32)
-        pack(plan.rows, spans, packed)
-        ids, positions, token_slots = to_device(packed, self.device)[:, :total]
-        return self.fill_last(ids, token_slots), StepBatch(
-            positions=positions, token_slots=token_slots, tables=self.tables, spans=spans, kv=kv
-        )
+    def set_last(self, slots: Sequence[SlotId], tokens: Sequence[int]) -> None:
+        """Store the last sampled tokens of slots."""
+        if self.device.type == "cpu":
+            for slot, token in zip(slots, tokens, strict=True):
+                self.last_on_host[slot] = token
+        else:
+            at = to_device(np.array(slots, dtype=np.int64), self.device)
+            self.last[at] = to_device(np.array(tokens, dtype=np.int32), self.device)
 
     def fill_last(self, ids: Tensor, token_slots: Tensor) -> Tensor:
         """Replace -1 by the last sampled token of the slot."""
         return torch.where(ids < 0, self.last[token_slots], ids)
-
-
-def spans_of(rows: Sequence[Row]) -> list[Span]:
-    """The range of each row's tokens in the packed step."""
-    spans, first = [], 0
-    for row in rows:
-        spans.append(Span(first, row.num_tokens, row.start))
-        first += row.num_tokens
-    return spans
-
-
-def pack(rows: Sequence[Row], spans: Sequence[Span], into: NDArray[Any]) -> None:
-    """Write token ids (-1: last sampled token), positions and slots of all tokens: [3, tokens]."""
-    counts = [span.count for span in spans]
-    known: list[int] = []
-    for row in rows:
-        known.extend(row.tokens or (-1,))
-    total = len(known)
-    into[0, :total] = known
-    into[1, :total] = np.arange(total) - np.repeat([s.first - s.start for s in spans], counts)
-    into[2, :total] = np.repeat([row.slot for row in rows], counts)
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -10,11 +10,10 @@ output is the same as without speculation. speculative/ decides which draft toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId
@@ -27,6 +26,7 @@ class SampleRequest(NamedTuple):
     row: int  # index in the plan
     slot: SlotId
     drafts: tuple[int, ...]
+    position: int  # of the first token to sample
 
     @property
     def num_positions(self) -> int:
@@ -34,20 +34,14 @@ class SampleRequest(NamedTuple):
 
 
 def sample_requests(rows: Sequence[Row]) -> list[SampleRequest]:
-    return [
-        SampleRequest(
-            i, row.slot, row.tokens[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
-        )
-        for i, row in enumerate(rows)
-        if row.sample
-    ]
-
-
-def positions_of(rows: Sequence[Row], requests: Sequence[SampleRequest]) -> NDArray[Any]:
-    """Indices of the sampled positions in the packed step: the last 1 + k of each row."""
-    ends = np.cumsum([row.num_tokens for row in rows])
-    parts = [np.arange(ends[each.row] - each.num_positions, ends[each.row]) for each in requests]
-    return np.concatenate(parts) if parts else np.arange(0)
+    """The sample requests of the rows that sample."""
+    requests = []
+    for i, row in enumerate(rows):
+        if row.sample:
+            count = row.num_tokens - row.num_drafts
+            drafts = row.tokens[count:] if row.num_drafts else ()
+            requests.append(SampleRequest(i, row.slot, drafts, row.start + count))
+    return requests
 
 
 def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
@@ -61,17 +55,25 @@ def keep(sampled: list[int], drafts: Sequence[int]) -> list[int]:
 def verify(sampler: Sampler, logits: Tensor, requests: Sequence[SampleRequest]) -> list[RowResult]:
     """Sample and verify all rows; `logits` are [1 + k per row, vocabulary].
 
-    Rows without penalties or grammars are sampled in one batch. For the others a position depends
-    on the tokens before it, so they are sampled position by position. Updates the sampler state.
+    Rows without draft tokens are sampled in one batch, as are rows without penalties or grammars.
+    For the others a position depends on the tokens before it, so they are sampled position by
+    position. Updates the sampler state.
     """
-    firsts = np.cumsum([0, *(each.num_positions for each in requests)]).tolist()
-    together = [i for i, each in enumerate(requests) if sampler.is_plain(each.slot)]
-    drawn = _draw_together(sampler, logits, [(firsts[i], requests[i]) for i in together])
-    found = dict(zip(together, drawn, strict=True))
-    return [
-        found[i] if i in found else sample_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], each)
-        for i, each in enumerate(requests)
-    ]
+    firsts = list(accumulate((each.num_positions for each in requests), initial=0))
+    plain = [i for i, each in enumerate(requests) if sampler.is_plain(each.slot)]
+    special = sorted(set(range(len(requests))).difference(plain))
+    undrafted = [i for i in special if not requests[i].drafts]
+    drawn = _draw_together(sampler, logits, [(firsts[i], requests[i]) for i in plain])
+    found = dict(zip(plain, drawn, strict=True))
+    if undrafted:
+        rows = logits if len(undrafted) == len(logits) else logits[[firsts[i] for i in undrafted]]
+        tokens, scores = sampler.sample(rows, [requests[i].slot for i in undrafted])
+        for i, token, score in zip(undrafted, tokens, scores, strict=True):
+            found[i] = RowResult([token], score)
+    for i in special:
+        if i not in found:
+            found[i] = sample_in_turn(sampler, logits[firsts[i] : firsts[i + 1]], requests[i])
+    return [found[i] for i in range(len(requests))]
 
 
 def settle(
@@ -97,9 +99,11 @@ def _draw_together(
         return []
     indices = [first + ahead for first, each in requests for ahead in range(each.num_positions)]
     slots = [each.slot for _, each in requests for _ in range(each.num_positions)]
-    ahead = [ahead for _, each in requests for ahead in range(each.num_positions)]
+    positions = [
+        each.position + ahead for _, each in requests for ahead in range(each.num_positions)
+    ]
     chosen = logits if len(indices) == len(logits) else logits[indices]
-    sampled, rows = sampler.draw(chosen, slots, ahead), [each for _, each in requests]
+    sampled, rows = sampler.draw(chosen, slots, positions), [each for _, each in requests]
     if sampler.threshold is not None:
         sampled = keep_typical(sampler, sampler.threshold, chosen, sampled, rows)
     return settle(sampler, sampled, rows)

@@ -14,7 +14,7 @@ from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled, Loaded
-    from windlass.runner.runner import PendingStep
+    from windlass.runner.executor import PendingStep
 
 
 class SlotUpdate(NamedTuple):

@@ -26,8 +26,7 @@ from windlass.core.types import (
 from windlass.kernels.batch import KVCache
 from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
-from windlass.runner.runner import PendingStep
-from windlass.runner.sampler import Sampler, draw_with
+from windlass.runner.executor import PendingStep
 from windlass.speculative.base import NO_DRAFT, SlotUpdate, Submits
 
 _MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers
@@ -45,7 +44,6 @@ class DraftRunner:
     max_positions: int
     vocab_size: int
     shares_kv: bool  # whether it uses the target's KV cache
-    sampler: Sampler | None  # its copy of a slot's tokens must match the slot
     prefers_decode: bool  # whether steps of one token per row are far cheaper than others
 
 
@@ -60,14 +58,12 @@ def open_draft_runner(
 ) -> DraftRunner:
     """Make a runner beside the target's, with as many blocks; `kv_cache`: the target's, if shared."""
     parts = loaded.parts
-    sampler = Sampler(hparams.vocab_size, parts.device, draw=draw_with(parts.ops))
     runner, _ = make_draft_runner(
         config=config,
         hparams=hparams,
         loaded=loaded,
         limits=limits,
         num_blocks=made.capacity.num_blocks,
-        sampler=sampler,
         cache=kv_cache,
     )
     on_cuda = parts.device.type == "cuda"
@@ -79,7 +75,6 @@ def open_draft_runner(
         max_positions=parts.max_positions,
         vocab_size=hparams.vocab_size,
         shares_kv=kv_cache is not None,
-        sampler=None if on_cuda else sampler,
         prefers_decode=on_cuda and not config.model.enforce_eager,
     )
 
@@ -97,7 +92,6 @@ class _SlotState:
     num_sent: int = 0  # blocks that the draft runner has
     admitted: bool = False
     computed: int = 0
-    num_synced: int = 0  # tokens that its sampler has and that will not change
     drafted: tuple[int, ...] = ()
     digests: list[int] = field(default_factory=list)  # per block: of its tokens and all before
 
@@ -282,7 +276,6 @@ class DraftRunnerProposer:
             state = self._slots[row.slot]
             if not state.admitted:
                 state.admitted = True
-                state.num_synced = len(state.tokens)
                 admitted.append(
                     SlotInit(
                         request_id=state.request_id,
@@ -322,7 +315,6 @@ class DraftRunnerProposer:
 
     def _run(self, plans: list[StepPlan]) -> list[StepResult]:
         """Run steps in order, with a few in flight at a time."""
-        self._sync_sampler(plans)
         results: list[StepResult] = []
         waiting: deque[PendingStep] = deque()
         for plan in plans:
@@ -330,17 +322,6 @@ class DraftRunnerProposer:
                 results.append(waiting.popleft().wait())
             waiting.append(self._draft_runner.runner.submit(plan))
         return results + [pending.wait() for pending in waiting]
-
-    def _sync_sampler(self, plans: list[StepPlan]) -> None:
-        """Give the sampler the known tokens: sampling noise depends on their number."""
-        sampler = self._draft_runner.sampler
-        if sampler is None or not plans:
-            return
-        fresh = {new.slot for plan in plans for new in plan.admitted}
-        for slot in {row.slot for plan in plans for row in plan.rows} - fresh:
-            state = self._slots[slot]
-            sampler.tokens(slot)[state.num_synced :] = state.tokens[state.num_synced :]
-            state.num_synced = len(state.tokens)
 
     # ---- contents of the KV blocks -------------------------------------------------------------
 

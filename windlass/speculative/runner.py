@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
-from windlass.runner.runner import PendingStep
+from windlass.runner.executor import PendingStep
 from windlass.speculative.base import Proposer, SlotUpdate, Submits, slot_update
 
 _SLOT, _TOKENS = (

@@ -6,10 +6,10 @@ Each step passes its number of tokens and rows. Buffers with disjoint lifetimes 
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,49 +29,52 @@ class ProgramLimits:
     rows: int
 
 
-class StepInputs:
-    """Owns the inputs of a step, in memory that the commands read.
-
-    They are written from lists: the overhead of numpy and torch for a few integers would delay the step.
-    """
+class ProgramInputs:
+    """Owns the inputs of a step, in memory that the commands read."""
 
     def __init__(self, limits: ProgramLimits, tables: Tensor) -> None:
         """`tables` is read in place: [slots, blocks] of int32."""
-        sizes = dict.fromkeys(("ids", "positions", "slots", "adapters"), limits.tokens)
-        sizes |= {"rows": 4 * limits.rows, "sampled": limits.rows, "prompts": 2 * limits.rows}
-        self._arrays = {name: (ctypes.c_int32 * size)() for name, size in sizes.items()}
-        self._views = {
-            name: memoryview(values).cast("B").cast("i") for name, values in self._arrays.items()
-        }
+        self.tokens = np.zeros((3, limits.tokens), dtype=np.int32)  # ids, positions, slots
+        self.adapters = np.zeros(limits.tokens, dtype=np.int32)  # the adapter slot of each token
+        self._rows = np.zeros((limits.rows, 4), dtype=np.int32)
+        self._sampled = np.zeros(limits.rows, dtype=np.int32)
+        self._prompts = np.zeros((limits.rows, 2), dtype=np.int32)
         self._tables = tables
-        addresses = {name: ctypes.addressof(values) for name, values in self._arrays.items()}
-        self.step = Step(table_stride=tables.shape[1], tables=tables.data_ptr(), **addresses)
+        ids, positions, slots = (row.ctypes.data for row in self.tokens)
+        self.step = Step(
+            table_stride=tables.shape[1],
+            tables=tables.data_ptr(),
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            adapters=self.adapters.ctypes.data,
+            rows=self._rows.ctypes.data,
+            sampled=self._sampled.ctypes.data,
+            prompts=self._prompts.ctypes.data,
+        )
 
     def write(
-        self, ids: list[int], positions: list[int], slots: list[int], rows: list[int]
+        self,
+        *,
+        num_tokens: int,
+        rows: Sequence[tuple[int, int, int]],
+        slots: Sequence[int],
+        prompts: Sequence[tuple[int, int]],
+        sampled: Sequence[int],
     ) -> None:
-        """Write the tokens, and four values per row: first token, tokens, position, slot."""
-        for name, values in (("ids", ids), ("positions", positions), ("slots", slots)):
-            self._put(name, values)
-        self._put("rows", rows)
-        self.step.num_tokens, self.step.num_rows = len(ids), len(rows) // 4
+        """Write all but `tokens` and `adapters`.
 
-    def write_prompts(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Write the disjoint ranges of prompt tokens."""
-        self._put("prompts", [bound for span in spans for bound in span])
-        self.step.num_prompts = len(spans)
-
-    def write_adapters(self, adapters: list[int]) -> None:
-        """Write the adapter slot of each token."""
-        self._put("adapters", adapters)
-
-    def write_sampled(self, sampled: list[int]) -> None:
-        """Write the tokens whose rows go to the LM head."""
-        self._put("sampled", sampled)
-        self.step.num_sampled = len(sampled)
-
-    def _put(self, name: str, values: list[int]) -> None:
-        self._views[name][: len(values)] = array("i", values)
+        A row has its first token, number of tokens and first position; `prompts` are disjoint
+        ranges of prompt tokens; the tokens in `sampled` go to the LM head.
+        """
+        self._rows[: len(rows), :3] = rows
+        self._rows[: len(rows), 3] = slots
+        self._sampled[: len(sampled)] = sampled
+        if prompts:
+            self._prompts[: len(prompts)] = prompts
+        step = self.step
+        step.num_tokens, step.num_rows = num_tokens, len(rows)
+        step.num_sampled, step.num_prompts = len(sampled), len(prompts)
 
 
 class Program:
@@ -132,7 +135,7 @@ class Program:
     def num_bytes(self) -> int:
         return self._memory.nbytes
 
-    def run(self, inputs: StepInputs, draw: bool) -> None:
+    def run(self, inputs: ProgramInputs, draw: bool) -> None:
         """Compute a step; with `draw` also the argmax of each row."""
         count = len(self._commands) if draw else self._num_without_argmax
         self._pool.replay(ctypes.byref(self._commands), count, inputs.step)

@@ -2,7 +2,7 @@
 
 Each row finds its threshold (top-k, top-p, min-p) by narrowing an interval of logits. The token is
 the argmax of scaled logits plus noise that depends only on the request's seed and the position.
-Sampling params that need more (penalties, forbidden words, logprobs) use the reference sampler.
+logits.py applies penalties, token lists and grammar masks before.
 """
 
 from __future__ import annotations
@@ -203,12 +203,12 @@ def decode_inputs_kernel(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Unpack the host's inputs of one row: slot, position, token (-1: last sampled), new block."""
+    """Unpack the host's inputs of one row: token (-1: last sampled), position, slot, new block."""
     pdl.begin(PDL)
     index = tl.program_id(0)
-    slot = tl.load(inputs + index)
+    token = tl.load(inputs + index)
     position = tl.load(inputs + width + index)
-    token = tl.load(inputs + 2 * width + index)
+    slot = tl.load(inputs + 2 * width + index)
     block = tl.load(inputs + 3 * width + index)
     if token < 0:
         token = tl.load(last_tokens + slot.to(tl.int64))

@@ -1,0 +1,1 @@
+"""Executors with captured CUDA graphs."""

@@ -1,0 +1,156 @@
+"""Captured decode steps: one token per row.
+
+A step is one copy of four numbers per row to the device (five with adapters), one graph launch, and
+one copy back. The graph covers inputs, network and sampling. The next step reads the sampled tokens
+on the device, so the host plans and launches it while they are being copied back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.kernels.batch import AdapterRows, StepBatch
+from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
+from windlass.runner.cuda.metadata import DeviceMetadata
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.eager import RunnerParts
+from windlass.runner.executor import Executor, PendingStep, SampledStep
+from windlass.runner.inputs import StepInputs, StepShape
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: dense where padding is expensive, sparse where it is not."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """The shape of a decode graph. Batch-invariant and LoRA graphs are captured on first use."""
+
+    size: int
+    batch_invariant: bool = False
+    adapted: bool = False  # some rows use LoRA adapters
+
+    @property
+    def numbers(self) -> int:
+        """Input numbers per row: token, position, slot, new block and adapter."""
+        return 5 if self.adapted else 4
+
+
+Compute = Callable[[DecodeShape, Tensor], tuple[Tensor, Tensor]]  # (tokens, logits) of a step
+
+
+class DecodeGraphs(Executor):
+    """Owns the decode graphs and their input buffer."""
+
+    name = "decode graph"
+
+    def __init__(
+        self, compute: Compute, sampler: DeviceSampler, padding: int, max_rows: int
+    ) -> None:
+        """`padding`: the slot of padding rows; `max_rows`: the largest batch to capture."""
+        self._sampler = sampler
+        self._padding = np.array([[0], [0], [padding], [-1]], dtype=np.int32)
+        self._sizes = graph_sizes(max_rows)
+        # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
+        self._inputs = StagedInputs(sampler.backend, 5 * self._sizes[-1], sampler.device)
+        self._graphs: GraphSet[DecodeShape, tuple[Tensor, Tensor]] = GraphSet(
+            sampler.backend, lambda shape: compute(shape, self._inputs.on_device)
+        )
+        for size in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
+            self._capture(DecodeShape(size))
+
+    def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, Tensor]]:
+        self._view(shape)[:4] = self._padding
+        self._inputs.send(shape.numbers * shape.size)
+        return self._graphs.capture(shape)
+
+    def _view(self, shape: DecodeShape) -> NDArray[Any]:
+        numbers = shape.numbers * shape.size
+        return self._inputs.stage()[:numbers].reshape(shape.numbers, shape.size)
+
+    def refuses(self, shape: StepShape) -> str | None:
+        if not shape.decodes or shape.max_row_tokens > 1:
+            return "not every row decodes one token"
+        if shape.draft_length:
+            return "heads draft in the step"
+        if shape.num_rows > self._sizes[-1]:
+            return "more rows than captured"
+        if shape.max_new_blocks > 1:
+            return "a row has several new blocks"
+        if shape.needs_all_hidden or shape.scores_prompts:
+            return "all hidden states are read"
+        return None
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        size = self._sizes[bisect_left(self._sizes, inputs.shape.num_rows)]
+        shape = DecodeShape(size, inputs.shape.batch_invariant, inputs.shape.adapted)
+        graph = self._graphs.get(shape) or self._capture(shape)
+        view, count = self._view(shape), inputs.shape.num_rows
+        inputs.pack(view)
+        view[3, :count] = inputs.new_blocks
+        view[:4, count:] = self._padding
+        if shape.adapted:
+            view[4, :count] = inputs.adapters
+            view[4, count:] = 0
+        self._inputs.send(shape.numbers * size)
+        graph.replay()
+        return SampledStep(inputs, self._sampler.collect(inputs, *graph.outputs))
+
+
+def decode_forward(parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceMetadata) -> Compute:
+    """The computation of a decode step, from packed inputs to tokens and logits."""
+    from windlass.kernels.triton import pdl
+    from windlass.kernels.triton.sample import decode_inputs_kernel
+
+    slots = parts.slots
+
+    def compute(shape: DecodeShape, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        size = shape.size
+        # Aligned rows for every size: Triton compiles another variant for unaligned pointers.
+        aligned = (3, -(-size // 4) * 4)
+        rows = torch.empty(aligned, dtype=torch.int32, device=inputs.device)[:, :size]
+        ids, positions, row_slots = rows.unbind()
+        decode_inputs_kernel[(size,)](
+            inputs,
+            slots.last,
+            slots.tables,
+            ids,
+            positions,
+            row_slots,
+            size,
+            slots.tables.stride(0),
+            SIZE=slots.size,
+            num_warps=1,
+            **pdl.options(),
+        )
+        work = metadata.singles(size)
+        if shape.batch_invariant:
+            columns = (work.singles, torch.ones_like(positions), row_slots, positions, positions)
+            work = metadata.tiles_only(torch.stack(columns, dim=1))
+        adapters = AdapterRows(inputs[4 * size : 5 * size]) if shape.adapted else None
+        batch = StepBatch(
+            positions=positions,
+            token_slots=row_slots,
+            tables=slots.tables,
+            spans=[],
+            kv=parts.cache.layers,
+            work=work,
+            batch_invariant=shape.batch_invariant,
+            adapters=adapters,
+        )
+        gemm, network = parts.gemm, parts.network
+        with gemm.batch_invariant(shape.batch_invariant), gemm.overlapped(shape.adapted):
+            logits = network.logits(network(ids, batch), adapters)
+        return sampler.draw(logits, row_slots, positions), logits
+
+    return compute

@@ -1,0 +1,58 @@
+"""Assembles the executors of a CUDA runner, and captures their graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels.batch import Heads
+from windlass.kernels.triton.attention import tile_tokens
+from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
+from windlass.runner.cuda.metadata import DeviceMetadata
+from windlass.runner.cuda.mixed import MixedForward, MixedGraphs
+from windlass.runner.cuda.verify import MAX_POSITIONS, VerifyForward, VerifyGraphs
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.eager import EagerExecutor, RunnerParts
+from windlass.runner.executor import Executor
+
+
+def cuda_executors(
+    parts: RunnerParts, *, heads: Heads, max_rows: int, max_tokens: int, max_draft_tokens: int
+) -> list[Executor]:
+    """Decode, verification and mixed graphs, then eager steps.
+
+    `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
+    `max_draft_tokens`: 0 if there is no speculation.
+    """
+    sampler = parts.sampling
+    assert isinstance(sampler, DeviceSampler)
+    metadata = DeviceMetadata(
+        parts.slots,
+        tile=tile_tokens(heads.group),
+        num_kv_heads=heads.num_kv,
+        num_positions=max(MAX_POSITIONS, 1 + max_draft_tokens),
+        multiprocessors=torch.cuda.get_device_properties(sampler.device).multi_processor_count,
+    )
+    eager = EagerExecutor(parts, metadata)
+    if not max_rows:
+        return [eager]
+    mixed = MixedGraphs(
+        MixedForward(parts, sampler, metadata),
+        sampler,
+        parts.slots,
+        tile=metadata.tile,
+        max_tokens=max_tokens,
+        draft_length=max_draft_tokens,
+    )
+    decode = DecodeGraphs(
+        decode_forward(parts, sampler, metadata), sampler, parts.slots.num_slots, max_rows
+    )
+    if not max_draft_tokens:
+        return [decode, mixed, eager]
+    verify = VerifyGraphs(
+        VerifyForward(parts, sampler, metadata, max_draft_tokens),
+        sampler,
+        parts.slots,
+        max_rows=max_rows,
+        max_draft_tokens=max_draft_tokens,
+    )
+    return [decode, verify, mixed, eager]

@@ -1,0 +1,120 @@
+"""Capture, replay and staging of CUDA graphs, behind an interface that tests implement without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Key = TypeVar("Key", bound=Hashable)
+Outputs = TypeVar("Outputs")
+
+
+class Arrival(Protocol):
+    """A copy to the host. `wait` blocks until it has arrived."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Backend(Protocol):
+    """What executors need of a device."""
+
+    def host_buffer(self, size: int) -> Tensor:
+        """An int32 buffer from which copies to the device are asynchronous."""
+        ...
+
+    def bring(self, tensor: Tensor) -> Arrival:
+        """Start a copy to the host."""
+        ...
+
+    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """Capture `compute`: a function that replays it, and its outputs, which a replay overwrites."""
+        ...
+
+
+class CudaBackend:
+    """Owns the memory pool of captured graphs."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32).pin_memory()
+
+    def bring(self, tensor: Tensor) -> Arrival:
+        return _CudaArrival(tensor)
+
+    def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        compute()  # compiles kernels outside of the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may pin memory for an adapter during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = compute()
+        return graph.replay, outputs
+
+
+class _CudaArrival:
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> Tensor:
+        self._event.synchronize()
+        return self._host
+
+
+@dataclass(frozen=True, slots=True)
+class Graph(Generic[Outputs]):
+    """A captured graph and the buffers that its replay overwrites."""
+
+    replay: Callable[[], None]
+    outputs: Outputs
+
+
+class GraphSet(Generic[Key, Outputs]):
+    """Owns the captured graphs of one executor by shape. A missing graph is captured on first use."""
+
+    def __init__(self, backend: Backend, compute: Callable[[Key], Outputs]) -> None:
+        self._backend = backend
+        self._compute = compute
+        self._graphs: dict[Key, Graph[Outputs]] = {}
+
+    def get(self, key: Key) -> Graph[Outputs] | None:
+        return self._graphs.get(key)
+
+    def capture(self, key: Key) -> Graph[Outputs]:
+        """The graph of a shape, captured now if it does not exist."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            with torch.inference_mode():
+                graph = Graph(*self._backend.capture(lambda: self._compute(key)))
+            self._graphs[key] = graph
+        return graph
+
+
+class StagedInputs:
+    """Owns an int32 buffer on the device and two on the host, one of which may be in flight."""
+
+    def __init__(self, backend: Backend, size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._on_host = [backend.host_buffer(size) for _ in "ab"]
+
+    def stage(self) -> NDArray[Any]:
+        """The host buffer to fill for the next step."""
+        self._on_host.reverse()
+        return self._on_host[0].numpy()
+
+    @property
+    def staged(self) -> Tensor:
+        return self._on_host[0]
+
+    def send(self, size: int | None = None) -> None:
+        """Copy the first `size` numbers of the filled buffer to the device."""
+        self.on_device[:size].copy_(self._on_host[0][:size], non_blocking=True)

@@ -1,0 +1,119 @@
+"""Attention and LoRA metadata of a step for the Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.types import Row
+from windlass.kernels.batch import AdapterRows, AttentionWork, Span, StepBatch
+from windlass.runner.adapters import in_tiles
+from windlass.runner.inputs import StepInputs
+from windlass.runner.slots import SlotTables, to_device
+
+
+def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Number of KV splits per row, so that few or uneven rows fill the device."""
+    programs = max(1, num_rows * num_kv_heads)
+    if programs >= 15 * multiprocessors:
+        return 1
+    return max(2, min(16, _power_below(4 * multiprocessors // programs)))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two <= number."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def attention_tiles(
+    rows: Sequence[Row], spans: Sequence[Span], tile: int, singles: bool = False
+) -> list[tuple[int, ...]]:
+    """Attention tiles of the chunks (see `AttentionWork.tiles`), longest context first.
+
+    `singles`: rows of one token become tiles too.
+    """
+    tiles: list[tuple[int, ...]] = [
+        (span.first + at, min(tile, span.count - at), row.slot, span.start + at, span.start)
+        for row, span in zip(rows, spans, strict=True)
+        if span.count > 1 or singles
+        for at in range(0, span.count, tile)
+    ]
+    tiles.sort(key=lambda item: -item[3])
+    return tiles
+
+
+class DeviceMetadata:
+    """Owns the index and counter buffers that the attention kernels of all steps share."""
+
+    def __init__(
+        self,
+        slots: SlotTables,
+        *,
+        tile: int,
+        num_kv_heads: int,
+        num_positions: int,
+        multiprocessors: int,
+    ) -> None:
+        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step."""
+        self.tile = tile
+        self.num_kv_heads = num_kv_heads
+        self._slots = slots
+        device, count = slots.device, max(num_positions, slots.num_slots + 1)
+        self._multiprocessors = multiprocessors
+        self.indices = torch.arange(count, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(count * num_kv_heads, dtype=torch.int32, device=device)
+        self.no_tiles = torch.empty((0, 5), dtype=torch.int32, device=device)
+
+    def splits(self, num_rows: int) -> int:
+        return num_splits(num_rows, self.num_kv_heads, self._multiprocessors)
+
+    def singles(self, count: int) -> AttentionWork:
+        """Metadata of `count` rows of one token."""
+        return AttentionWork(
+            singles=self.indices[:count],
+            tiles=self.no_tiles,
+            splits=self.splits(count),
+            counters=self.counters,
+        )
+
+    def tiles_only(self, tiles: Tensor) -> AttentionWork:
+        """Metadata of tiles, which never split their context: batch-invariant."""
+        return AttentionWork(
+            singles=self.indices[:0], tiles=tiles, splits=1, counters=self.counters
+        )
+
+    def adapters(
+        self, slots: Sequence[int], counts: Sequence[int], batch_invariant: bool
+    ) -> AdapterRows | None:
+        """Adapter rows for the LoRA kernels: per token for decodes and batch invariance, else tiles."""
+        if not any(slots):
+            return None
+        of_tokens = np.repeat(np.array(slots, dtype=np.int32), counts)
+        if max(counts) == 1 or batch_invariant:
+            return AdapterRows(to_device(of_tokens, self._slots.device))
+        return in_tiles(of_tokens, counts, self._slots.device)
+
+    def attention(self, inputs: StepInputs) -> AttentionWork:
+        """One-token rows, and chunks cut into tiles. Batch-invariant steps use tiles only."""
+        batch_invariant, device = inputs.shape.batch_invariant, self._slots.device
+        singles = [span.first for span in inputs.spans if span.count == 1 and not batch_invariant]
+        tiles = attention_tiles(inputs.rows, inputs.spans, self.tile, singles=batch_invariant)
+        return AttentionWork(
+            singles=to_device(np.array(singles, dtype=np.int32), device),
+            tiles=to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), device),
+            splits=self.splits(len(singles)),
+            counters=self.counters,
+        )
+
+    def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
+        return StepBatch(
+            positions=positions,
+            token_slots=slots,
+            tables=self._slots.tables,
+            spans=[],
+            kv=[],
+            work=self.singles(positions.shape[0]),
+        )

@@ -1,0 +1,325 @@
+"""CUDA graphs for mixed steps (prompt chunks and decodes), padded to fixed shapes.
+
+The GPU computes a step of few tokens faster than the host launches its kernels, so graphs are
+captured for several token counts. Unused entries are padding: they point to the last token, which
+belongs to no request, or to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.kernels.batch import LORA_TILE, AdapterRows, AttentionWork, LogitsIndices, StepBatch
+from windlass.runner.adapters import lora_tiles
+from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
+from windlass.runner.cuda.metadata import DeviceMetadata, attention_tiles
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.drafter import Drafter, DrafterInputs
+from windlass.runner.eager import RunnerParts
+from windlass.runner.executor import Executor, PendingStep, SampledStep
+from windlass.runner.inputs import StepInputs, StepShape
+from windlass.runner.slots import SlotTables
+
+# Captured token counts. Larger steps keep the GPU busy longer than the host needs to launch them.
+_SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+_MAX_CHUNKS = 32  # prompt chunks per step
+_MAX_DRAFTING_ROWS = 32  # max rows of a mixed step that also drafts
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Token counts to capture for an engine whose steps have at most `max_tokens`."""
+    within = [size for size in _SIZES if size < max_tokens]
+    return within + [size for size in _SIZES if size >= max_tokens][:1]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Views into one input buffer, on the host or on the device."""
+
+    tokens: Tensor  # [3, tokens]: ids (-1: last sampled token), positions, slots
+    singles: Tensor  # [rows]: tokens of one-token rows
+    tiles: Tensor  # [tiles, 5]
+    logits_indices: Tensor  # [rows]: sampled tokens
+    adapters: Tensor  # [2, tokens] or empty: of all tokens, and of one-token rows
+    lora_tiles: Tensor  # [tiles, 2] or empty: LoRA tiles of chunks
+    ends: Tensor  # [2, rows] or empty: last tokens of unsampled rows, and their next tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """The padded sizes of a captured mixed step."""
+
+    tokens: int
+    rows: int
+    tile: int  # tokens per attention tile
+    adapted: bool  # rows may use LoRA adapters
+    drafting: int = 0  # draft tokens per row for the next step
+
+    @property
+    def tiles(self) -> int:
+        return self.tokens // self.tile + self.chunks
+
+    @property
+    def num_lora_tiles(self) -> int:
+        return self.tokens // LORA_TILE + self.chunks if self.adapted else 0
+
+    @property
+    def chunks(self) -> int:
+        return min(_MAX_CHUNKS, self.tokens // 2)
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        adapted = self.tokens if self.adapted else 0
+        rows, ends = (self.rows,), (2, self.rows if self.drafting else 0)
+        wide = (3, self.tokens)
+        return [wide, rows, (self.tiles, 5), rows, (2, adapted), (self.num_lora_tiles, 2), ends]
+
+    @property
+    def numbers(self) -> int:
+        """Int32 entries of the input buffer. Every view is 16-byte aligned, as kernels assume."""
+        return sum(_aligned(math.prod(shape)) for shape in self._shapes)
+
+    def parts(self, input_buffer: Tensor) -> Arrays:
+        """Split an input buffer into its views."""
+        views, at = [], 0
+        for shape in self._shapes:
+            count = math.prod(shape)
+            views.append(input_buffer[at : at + count].view(shape))
+            at += _aligned(count)
+        return Arrays(*views)
+
+    def clear(self, input_buffer: Tensor, padding: int) -> None:
+        """Write a step of padding to a host buffer. `padding`: the slot of padding rows."""
+        arrays, last = self.parts(input_buffer), self.tokens - 1
+        input_buffer.zero_()
+        arrays.tokens[2] = padding
+        arrays.singles[:] = last
+        _put(arrays.tiles, (), (last, 0, padding, 0, 0))
+        arrays.logits_indices[:] = last
+        _put(arrays.lora_tiles, (), (last, 0))
+        if self.drafting:
+            arrays.ends[0] = last
+
+    def fill(self, input_buffer: Tensor, inputs: StepInputs, padding: int) -> None:
+        """Write a step to a host buffer."""
+        self.clear(input_buffer, padding)
+        rows, spans, last = inputs.rows, inputs.spans, self.tokens - 1
+        arrays = self.parts(input_buffer)
+        tiles = attention_tiles(rows, spans, self.tile)
+        ends = [span.first + span.count for span in spans]
+        logits_indices = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
+        inputs.pack(arrays.tokens.numpy())
+        _put(arrays.singles, [span.first for span in spans if span.count == 1], last)
+        _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
+        _put(arrays.logits_indices, logits_indices, last)
+        if self.adapted:
+            counts = inputs.counts
+            slots = inputs.token_adapters
+            single_slots = slots * (np.repeat(counts, counts) == 1)
+            _put(arrays.adapters[0], slots, 0)
+            _put(arrays.adapters[1], single_slots, 0)
+            _put(arrays.lora_tiles, lora_tiles(slots - single_slots, counts), (last, 0))
+        if self.drafting:
+            unsampled = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
+            _put(arrays.ends[0], unsampled, last)
+            _put(arrays.ends[1], inputs.following(), 0)
+
+    def adapters(self, arrays: Arrays) -> tuple[AdapterRows | None, AdapterRows | None]:
+        """The adapters of all tokens, and of the sampled ones."""
+        if not self.adapted:
+            return None, None
+        slots, single_slots = arrays.adapters
+        return AdapterRows(slots, arrays.lora_tiles, single_slots=single_slots), AdapterRows(
+            slots[arrays.logits_indices]
+        )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def _put(target: Tensor, values: Sequence[object] | NDArray[Any], padding: object) -> None:
+    array, count = target.numpy(), len(values)
+    if count:
+        array[:count] = values
+    array[count:] = padding
+
+
+class Forward(Protocol):
+    """Computes a mixed step: tokens, followed by draft tokens if the graph drafts, and logits."""
+
+    def attach(self, drafter: Drafter) -> None: ...
+
+    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]: ...
+
+
+class MixedGraphs(Executor):
+    """Owns the mixed graphs and the input buffers of each."""
+
+    name = "mixed graph"
+
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: DeviceSampler,
+        slots: SlotTables,
+        *,
+        tile: int,
+        max_tokens: int,
+        draft_length: int = 0,
+    ) -> None:
+        """`tile`: prompt tokens per attention tile; `max_tokens`: of the largest step.
+
+        `draft_length`: draft tokens per row that graphs with a drafter make.
+        """
+        self._forward = forward
+        self._sampler = sampler
+        self._slots = slots
+        self._padding = slots.num_slots  # the slot of padding rows
+        self._tile = tile
+        self._sizes = mixed_sizes(max_tokens)
+        self._draft_length = draft_length
+        self._inputs: dict[GraphShape, StagedInputs] = {}
+        self._graphs: GraphSet[GraphShape, tuple[Tensor, Tensor]] = GraphSet(
+            sampler.backend, self._run
+        )
+        self.max_mixed_tokens = self._sizes[-1] - 1  # the last is padding
+        for tokens in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
+            self._capture(self._shape(tokens))
+
+    def attach(self, drafter: Drafter) -> None:
+        self._forward.attach(drafter)
+        for tokens in reversed(self._sizes):
+            self._capture(self._shape(tokens, draft_length=self._draft_length))
+
+    def _shape(self, tokens: int, adapted: bool = False, draft_length: int = 0) -> GraphShape:
+        # One token is padding, and a step of one-token rows only would be a decode step.
+        rows = min(tokens - 2, self._padding)
+        if draft_length:
+            rows = min(rows, _MAX_DRAFTING_ROWS)
+        return GraphShape(
+            tokens=tokens, rows=rows, tile=self._tile, adapted=adapted, drafting=draft_length
+        )
+
+    def _capture(self, shape: GraphShape) -> Graph[tuple[Tensor, Tensor]]:
+        inputs = self._staged(shape)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            inputs.stage()
+            shape.clear(inputs.staged, self._padding)
+            inputs.send()
+            graph = self._graphs.capture(shape)
+        return graph
+
+    def _staged(self, shape: GraphShape) -> StagedInputs:
+        if shape not in self._inputs:
+            self._inputs[shape] = StagedInputs(
+                self._sampler.backend, shape.numbers, self._sampler.device
+            )
+        return self._inputs[shape]
+
+    def _run(self, shape: GraphShape) -> tuple[Tensor, Tensor]:
+        return self._forward(shape, shape.parts(self._staged(shape).on_device))
+
+    def refuses(self, shape: StepShape) -> str | None:
+        if shape.needs_all_hidden or shape.scores_prompts:
+            return "all hidden states are read"
+        if shape.batch_invariant:
+            return "a row is deterministic"
+        if shape.has_drafts:
+            return "a row verifies draft tokens"
+        if shape.draft_length and shape.special_sampling:
+            return "heads draft after tokens that are sampled again"
+        graph = self._for(shape)
+        if graph is None:
+            return "more tokens than captured"
+        if shape.num_rows > graph.rows:
+            return "more rows than captured"
+        return "more chunks than captured" if shape.num_chunks > graph.chunks else None
+
+    def _for(self, shape: StepShape) -> GraphShape | None:
+        """The shape of the smallest graph with a token left for padding."""
+        at = bisect_right(self._sizes, shape.num_tokens)
+        if at == len(self._sizes):
+            return None
+        draft_length = self._draft_length if shape.draft_length else 0
+        return self._shape(self._sizes[at], shape.adapted, draft_length)
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        shape = self._for(inputs.shape)
+        assert shape is not None
+        graph, staged = self._capture(shape), self._staged(shape)
+        self._slots.send(inputs.grown)
+        staged.stage()
+        shape.fill(staged.staged, inputs, self._padding)
+        staged.send()
+        graph.replay()
+        return SampledStep(inputs, self._sampler.collect(inputs, *graph.outputs))
+
+
+class MixedForward:
+    """Computes a mixed step with the network and the drafter."""
+
+    def __init__(
+        self, parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceMetadata
+    ) -> None:
+        self._parts = parts
+        self._sampler = sampler
+        self._metadata = metadata
+        self._drafter: Drafter | None = None
+
+    def attach(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
+        parts, metadata = self._parts, self._metadata
+        ids, positions, token_slots = arrays.tokens
+        adapters, of_indices = shape.adapters(arrays)
+        work = AttentionWork(
+            singles=arrays.singles,
+            tiles=arrays.tiles,
+            splits=metadata.splits(shape.rows),
+            counters=metadata.counters,
+        )
+        batch = StepBatch(
+            positions=positions,
+            token_slots=token_slots,
+            tables=parts.slots.tables,
+            spans=[],
+            kv=parts.cache.layers,
+            work=work,
+            adapters=adapters,
+            logits_indices=LogitsIndices(arrays.logits_indices, of_indices),
+        )
+        ids = parts.slots.fill_last(ids, token_slots)
+        drafter = self._drafter if shape.drafting else None
+        aux_hidden_states = {} if drafter is None else dict.fromkeys(drafter.layers, ids)
+        hidden = parts.network(ids, batch, aux_hidden_states)
+        logits = parts.network.logits(hidden, of_indices)
+        at = arrays.logits_indices
+        tokens = self._sampler.draw(logits, token_slots[at], positions[at])
+        if drafter is None:
+            return tokens, logits
+        following = ids.roll(-1)
+        following[arrays.ends[0]] = arrays.ends[1]
+        following[at] = tokens
+        found = DrafterInputs(
+            hidden=hidden,
+            read=torch.arange(shape.rows, device=ids.device),
+            aux_hidden_states=aux_hidden_states,
+            following=following,
+            last=at,
+            batch=batch,
+            decode_batch=metadata.decode_batch,
+        )
+        drafts = drafter.draft(found, shape.drafting)
+        return torch.cat((tokens[:, None], drafts), dim=1), logits

@@ -1,0 +1,80 @@
+"""The parts that compute a step: the runner asks its executors in order, the first that accepts computes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from windlass.core.types import RowResult, StepPlan, StepResult
+from windlass.runner.drafter import Drafter
+from windlass.runner.inputs import StepInputs, StepShape
+
+
+class PendingStep(Protocol):
+    """A step in flight. `wait` blocks until its tokens have arrived."""
+
+    def wait(self) -> StepResult: ...
+
+
+class CompletedStep:
+    """A step whose result is already known."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class Samples(Protocol):
+    """The results of the rows that sample, in row order, while they arrive."""
+
+    def wait(self) -> list[RowResult]: ...
+
+
+class CompletedSamples:
+    """Samples that are already known."""
+
+    def __init__(self, results: list[RowResult]) -> None:
+        self._results = results
+
+    def wait(self) -> list[RowResult]:
+        return self._results
+
+
+class SampledStep:
+    """A step whose samples are arriving."""
+
+    def __init__(self, inputs: StepInputs, samples: Samples) -> None:
+        self._inputs = inputs
+        self._samples = samples
+
+    def wait(self) -> StepResult:
+        return self._inputs.result(self._samples.wait())
+
+
+class Executor:
+    """Computes steps of some shapes. `refuses` returns a short, constant reason, or None."""
+
+    name: str
+    max_mixed_tokens = 0  # of a mixed step that a captured graph covers
+
+    def max_draft_tokens(self, num_rows: int) -> int | None:
+        """Max draft tokens per row in a step of `num_rows`; None: no limit."""
+        del num_rows
+        return None
+
+    def refuses(self, shape: StepShape) -> str | None:
+        raise NotImplementedError
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        """Start a step that `refuses` accepted. The runner has applied its plan to the slots."""
+        raise NotImplementedError
+
+    def prepare(self, plan: StepPlan) -> None:
+        """See each plan before it is applied, whichever executor computes it."""
+
+    def attach(self, drafter: Drafter) -> None:
+        """Add a drafter, which runs in steps with a `draft_length`."""
+
+    def attach_adapters(self) -> None:
+        """Prepare for rows with adapters, once the layers have adapter slots."""

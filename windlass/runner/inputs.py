@@ -1,0 +1,241 @@
+"""Turns a plan into arrays: the one packer of all executors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
+from windlass.kernels.batch import Span
+from windlass.runner.verify import SampleRequest, sample_requests
+
+# Read for hundreds of rows in every step.
+_SLOT, _START, _COUNT, _TOKENS, _BLOCKS, _SAMPLE, _DRAFTS, _ADAPTER = (
+    itemgetter(Row._fields.index(name))
+    for name in (
+        "slot",
+        "start",
+        "num_tokens",
+        "tokens",
+        "blocks",
+        "sample",
+        "num_drafts",
+        "adapter",
+    )
+)
+_LAST = (-1,)  # the token that the runner sampled last for the slot
+
+
+class StepShape(NamedTuple):
+    """The facts about a step that decide which executor computes it."""
+
+    num_rows: int
+    num_tokens: int
+    max_row_tokens: int
+    num_chunks: int  # rows of more than one token
+    num_sampled: int  # positions that are sampled, draft tokens included
+    decodes: bool  # every row is one token, followed by its draft tokens, and samples
+    has_drafts: bool  # a row verifies draft tokens
+    draft_length: int  # draft tokens that the step makes for the next step
+    adapted: bool  # a row uses a LoRA adapter
+    batch_invariant: bool  # a row is deterministic
+    scores_prompts: bool  # a row returns prompt logprobs
+    needs_all_hidden: bool
+    special_sampling: bool  # a row has penalties, logprobs, a grammar or token lists
+    max_new_blocks: int  # of one row
+
+
+class SlotFacts:
+    """Owns what a step must know of the requests in its slots."""
+
+    def __init__(self, coarse_prompts: bool = False) -> None:
+        """`coarse_prompts`: CPU GEMMs quantise prompt activations coarsely."""
+        self.coarse_prompts = coarse_prompts
+        self.has_drafter = False  # else a proposer outside the runner makes the drafts
+        self._inits: dict[SlotId, SlotInit] = {}
+        self._deterministic: set[SlotId] = set()
+        self._scores_prompts: set[SlotId] = set()
+        self._special: set[SlotId] = set()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Forget freed slots, then note admitted requests."""
+        for slot in plan.freed:
+            self._inits.pop(slot, None)
+            for slots in (self._deterministic, self._scores_prompts, self._special):
+                slots.discard(slot)
+        for new in plan.admitted:
+            slot, params = new.slot, new.sampling
+            self._inits[slot] = new
+            for slots, member in (
+                (self._deterministic, params.deterministic),
+                (self._scores_prompts, params.prompt_logprobs is not None),
+                (self._special, params.changes_logits or params.logprobs is not None),
+            ):
+                (slots.add if member else slots.discard)(slot)
+
+    def shape(self, plan: StepPlan, counts: Sequence[int], slots: Sequence[SlotId]) -> StepShape:
+        """The shape of a step, from passes over the rows without a Python loop."""
+        rows, num_tokens = plan.rows, sum(counts)
+        num_drafts, num_rows_sampled = sum(map(_DRAFTS, rows)), sum(map(_SAMPLE, rows))
+        return StepShape(
+            num_rows=len(rows),
+            num_tokens=num_tokens,
+            max_row_tokens=max(counts),
+            num_chunks=sum(map((1).__lt__, counts)),
+            num_sampled=num_rows_sampled + num_drafts,
+            # A row has at least one token beside its draft tokens.
+            decodes=num_tokens == len(rows) + num_drafts and num_rows_sampled == len(rows),
+            has_drafts=num_drafts > 0,
+            draft_length=plan.options.draft_length if self.has_drafter else 0,
+            adapted=any(map(_ADAPTER, rows)),
+            batch_invariant=_any_of(self._deterministic, slots),
+            scores_prompts=_any_of(self._scores_prompts, slots)
+            and any(row.start < self.num_prompt(row.slot) for row in self._scoring(rows)),
+            needs_all_hidden=plan.options.needs_all_hidden,
+            special_sampling=_any_of(self._special, slots),
+            max_new_blocks=max(map(len, map(_BLOCKS, rows))),
+        )
+
+    def _scoring(self, rows: Sequence[Row]) -> Iterator[Row]:
+        return (row for row in rows if row.slot in self._scores_prompts)
+
+    def num_prompt_scores(self, slot: SlotId) -> int | None:
+        """Number of prompt logprobs per token; None: not requested."""
+        init = self._inits.get(slot)
+        return None if init is None else init.sampling.prompt_logprobs
+
+    def num_prompt(self, slot: SlotId) -> int:
+        init = self._inits.get(slot)
+        return 0 if init is None else init.num_prompt
+
+    def prompt_token(self, slot: SlotId, position: int) -> int:
+        return self._inits[slot].tokens[position]
+
+    def prompt(self, slot: SlotId) -> list[int]:
+        init = self._inits[slot]
+        return init.tokens[: init.num_prompt]
+
+
+def _any_of(members: set[SlotId], slots: Sequence[SlotId]) -> bool:
+    return bool(members) and not members.isdisjoint(slots)
+
+
+class StepInputs:
+    """One step: its plan, its shape, and the arrays that executors read, each made on first use."""
+
+    def __init__(self, plan: StepPlan, facts: SlotFacts, grown: list[Row]) -> None:
+        """`grown`: the rows that got new blocks."""
+        self.plan = plan
+        self.rows = plan.rows
+        self.facts = facts
+        self.grown = grown
+        self.counts = list(map(_COUNT, plan.rows))  # tokens per row
+        self.slots = list(map(_SLOT, plan.rows))
+        self.shape = facts.shape(plan, self.counts, self.slots)
+        self.executor = ""
+        self.refusals: tuple[tuple[str, str], ...] = ()  # of the executors asked before
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The range of each row's tokens in the packed step."""
+        spans, first = [], 0
+        for row in self.rows:
+            spans.append(Span(first, row.num_tokens, row.start))
+            first += row.num_tokens
+        return spans
+
+    @cached_property
+    def requests(self) -> list[SampleRequest]:
+        """The positions to sample of each row that samples."""
+        return sample_requests(self.rows)
+
+    @cached_property
+    def sampled(self) -> list[int]:
+        """Indices of the sampled positions in the packed step: the last 1 + k of each row."""
+        if self.shape.decodes:
+            return list(range(self.shape.num_tokens))
+        ends = np.cumsum(self.counts).tolist()
+        return [
+            index
+            for each in self.requests
+            for index in range(ends[each.row] - each.num_positions, ends[each.row])
+        ]
+
+    @cached_property
+    def adapters(self) -> list[int]:
+        """The adapter slot of each row."""
+        return list(map(_ADAPTER, self.rows))
+
+    @cached_property
+    def token_adapters(self) -> NDArray[Any]:
+        """The adapter slot of each token."""
+        return np.repeat(np.array(self.adapters, dtype=np.int32), self.counts)
+
+    @property
+    def new_blocks(self) -> list[int]:
+        """The new block of each row that has at most one; -1: none."""
+        return [blocks[0] if blocks else -1 for blocks in map(_BLOCKS, self.rows)]
+
+    def pack(self, into: NDArray[Any]) -> None:
+        """Write token ids (-1: last sampled token), positions and slots of all tokens: [3, tokens]."""
+        total, rows = self.shape.num_tokens, self.rows
+        starts = list(map(_START, rows))
+        if self.shape.max_row_tokens == 1:
+            into[0, :total] = [(tokens or _LAST)[0] for tokens in map(_TOKENS, rows)]
+            into[1, :total] = starts
+            into[2, :total] = self.slots
+            return
+        ids: list[int] = []
+        for tokens in map(_TOKENS, rows):
+            ids.extend(tokens or _LAST)
+        into[0, :total] = ids
+        firsts = np.cumsum(self.counts) - self.counts
+        into[1, :total] = np.arange(total) - np.repeat(firsts - np.array(starts), self.counts)
+        into[2, :total] = np.repeat(self.slots, self.counts)
+
+    def pack_rows(self, into: NDArray[Any]) -> None:
+        """Write slot, first position, token count and token ids of each row: [rows, 3 + tokens]."""
+        for i, row in enumerate(self.rows):
+            ids = row.tokens or _LAST
+            into[i, : 3 + len(ids)] = (row.slot, row.start, row.num_tokens, *ids)
+
+    def prompt_spans(self) -> list[tuple[int, int]]:
+        """Ranges of prompt tokens within the step, for GEMMs that quantise them differently.
+
+        The position alone decides, so a recomputed token gets the same result.
+        """
+        spans: list[tuple[int, int]] = []
+        if not self.facts.coarse_prompts:
+            return spans
+        first = 0
+        for row in self.rows:
+            count = min(row.num_tokens, self.facts.num_prompt(row.slot) - row.start)
+            if count > 0:
+                joined = bool(spans) and spans[-1][1] == first
+                spans.append((spans.pop()[0] if joined else first, first + count))
+            first += row.num_tokens
+        return spans
+
+    def following(self) -> list[int]:
+        """The next prompt token of each row that does not sample, for drafters."""
+        prompt_token = self.facts.prompt_token
+        return [
+            prompt_token(row.slot, row.start + row.num_tokens)
+            for row in self.rows
+            if not row.sample
+        ]
+
+    def result(self, samples: list[RowResult], prelaunched: bool = False) -> StepResult:
+        """The step's result from the results of the rows that sample."""
+        results = samples
+        if len(samples) < len(self.rows):
+            found = iter(samples)
+            results = [next(found) if row.sample else RowResult([]) for row in self.rows]
+        return StepResult(
+            results, prelaunched=prelaunched, executor=self.executor, refusals=self.refusals
+        )

@@ -1,0 +1,125 @@
+"""Computes steps on the CPU with one recorded native program: one native call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from windlass.core.card import Choice
+from windlass.kernels.batch import AdapterRows, LogitsIndices, Span, StepBatch
+from windlass.kernels.native import ops
+from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.program import Program, ProgramInputs, ProgramLimits, record
+from windlass.kernels.native.record import Unrecordable
+from windlass.runner import device as found
+from windlass.runner.eager import RunnerParts
+from windlass.runner.executor import CompletedStep, Executor, PendingStep
+from windlass.runner.inputs import StepInputs, StepShape
+from windlass.runner.sampling import HostSampling
+
+_WHAT = "steps"
+
+
+class ProgramExecutor(Executor):
+    """Owns the recorded programs and their input arrays."""
+
+    name = "program"
+
+    def __init__(self, parts: RunnerParts, sampling: HostSampling, limits: ProgramLimits) -> None:
+        """Record the program. Raises Unrecordable if an operation cannot be recorded."""
+        self._parts = parts
+        self._sampling = sampling
+        self._limits = limits
+        self._program = self._recorded(self._rehearse)
+        self._adapted: Program | None = None  # for steps with LoRA rows
+        self._inputs = ProgramInputs(limits, parts.slots.tables)
+
+    @property
+    def choice(self) -> Choice:
+        size = f"{self._program.num_commands} commands, {found.gib(self._program.num_bytes)}"
+        return Choice(_WHAT, f"one native call ({size})", "every operation is native")
+
+    def attach_adapters(self) -> None:
+        self._adapted = self._recorded(partial(self._rehearse, adapted=True))
+
+    @torch.inference_mode()
+    def _recorded(self, forward: Callable[[], tuple[Tensor, Tensor]]) -> Program:
+        # The pages of a new cache count as free until they are written for the first time.
+        room = found.free_bytes(torch.device("cpu")) - self._parts.cache.num_bytes
+        return record(shared_pool(), forward, self._limits, max(0, room))
+
+    def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
+        """A sample step for recording: two tokens, one of them sampled."""
+        parts = self._parts
+        two = torch.zeros(2, dtype=torch.int32)
+        whole, last = (AdapterRows(two), AdapterRows(two[:1])) if adapted else (None, None)
+        batch = StepBatch(
+            positions=two,
+            token_slots=two,
+            tables=parts.slots.tables,
+            spans=[Span(0, 2, 0)],
+            kv=parts.cache.layers,
+            adapters=whole,
+            logits_indices=LogitsIndices(two[:1], last),
+        )
+        with ops.prompt_spans(batch):
+            hidden = parts.network(two, batch)
+        logits = parts.network.logits(hidden, last)
+        return logits, ops.argmax(logits)
+
+    def refuses(self, shape: StepShape) -> str | None:
+        if shape.scores_prompts or shape.needs_all_hidden:
+            return "all hidden states are read"
+        if shape.draft_length:
+            return "heads draft in the step"
+        if shape.adapted and self._adapted is None:
+            return "no adapters were recorded"
+        # Draft tokens kept from an earlier step may exceed the program's capacity.
+        if shape.num_sampled > self._limits.rows:
+            return "more sampled positions than recorded"
+        return None
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        program = self._program
+        if inputs.shape.adapted and self._adapted is not None:
+            program = self._adapted
+        self._write(inputs)
+        count = len(inputs.sampled)
+        greedy = self._sampling.sampler.all_greedy([each.slot for each in inputs.requests])
+        program.run(self._inputs, draw=greedy)
+        if greedy:
+            results = self._sampling.accept(inputs, program.tokens[:count].tolist())
+        else:
+            results = self._sampling.results(inputs, program.logits[:count])
+        return CompletedStep(inputs.result(results))
+
+    def _write(self, inputs: StepInputs) -> None:
+        into, slots = self._inputs, self._parts.slots
+        inputs.pack(into.tokens)
+        ids, _, token_slots = into.tokens[:, : inputs.shape.num_tokens]
+        last = ids < 0
+        if last.any():
+            ids[last] = slots.last_on_host[token_slots[last]]
+        into.write(
+            num_tokens=inputs.shape.num_tokens,
+            rows=[(span.first, span.count, span.start) for span in inputs.spans],
+            slots=inputs.slots,
+            prompts=inputs.prompt_spans(),
+            sampled=inputs.sampled,
+        )
+        if inputs.shape.adapted:
+            into.adapters[: inputs.shape.num_tokens] = inputs.token_adapters
+
+
+def try_program(
+    parts: RunnerParts, sampling: HostSampling, limits: ProgramLimits
+) -> tuple[list[Executor], Choice]:
+    """The recorded program, if every operation can be recorded, and the choice with its reason."""
+    try:
+        executor = ProgramExecutor(parts, sampling, limits)
+    except Unrecordable as error:
+        return [], Choice(_WHAT, "operator by operator", f"cannot be recorded: {error}")
+    return [executor], executor.choice
