@@ -24,7 +24,15 @@ from windlass.core.grammars import NoGrammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
-from windlass.core.types import GrammarFailure, NewRequest, Output, SlotInit, StepOptions, StepPlan, StepResult
+from windlass.core.types import (
+    GrammarFailure,
+    NewRequest,
+    Output,
+    SlotInit,
+    StepOptions,
+    StepPlan,
+    StepResult,
+)
 from windlass.engine import Engine
 from windlass.kernels.batch import StepBatch
 from windlass.kernels.gemm import TorchGemm
