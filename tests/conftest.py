@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from hypothesis import settings
 
 from windlass.config import ModelConfig
 from windlass.models.source import resolve
@@ -18,9 +18,12 @@ from windlass.models.source import resolve
 if TYPE_CHECKING:
     import torch
 
-# No test depends on the wall clock: a busy machine may take any time for an example.
-settings.register_profile("any speed", deadline=None)
-settings.load_profile("any speed")
+if find_spec("hypothesis") is not None:  # the tests for GPUs run without it
+    from hypothesis import settings
+
+    # No test depends on the wall clock: a busy machine may take any time for an example.
+    settings.register_profile("any speed", deadline=None)
+    settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session")
