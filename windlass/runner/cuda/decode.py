@@ -59,7 +59,7 @@ class DecodeGraphs(Executor):
     ) -> None:
         """`padding`: the slot of padding rows; `max_rows`: the largest batch to capture."""
         self._sampler = sampler
-        self._padding = np.array([[0], [0], [padding], [-1]], dtype=np.int32)
+        self._padding = np.array([[0], [0], [padding], [-1], [0]], dtype=np.int32)
         self._sizes = graph_sizes(max_rows)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
         self._inputs = StagedInputs(sampler.backend, 5 * self._sizes[-1], sampler.device)
@@ -70,7 +70,7 @@ class DecodeGraphs(Executor):
             self._capture(DecodeShape(size))
 
     def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, Tensor]]:
-        self._view(shape)[:4] = self._padding
+        self._view(shape)[:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * shape.size)
         return self._graphs.capture(shape)
 
@@ -98,10 +98,9 @@ class DecodeGraphs(Executor):
         view, count = self._view(shape), inputs.shape.num_rows
         inputs.pack(view)
         view[3, :count] = inputs.new_blocks
-        view[:4, count:] = self._padding
         if shape.adapted:
             view[4, :count] = inputs.adapters
-            view[4, count:] = 0
+        view[:, count:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * size)
         graph.replay()
         return SampledStep(inputs, self._sampler.collect(inputs, *graph.outputs))
