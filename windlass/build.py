@@ -74,7 +74,7 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A ready engine, its report, and its weights, which another engine may share."""
+    """A ready engine, its report, and its network, whose weights another engine may share."""
 
     engine: Engine
     report: EngineReport
@@ -126,7 +126,11 @@ def import_torch() -> None:
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
-    """Build an engine in this process. `weights`: share another engine's instead of loading."""
+    """Build an engine in this process. `weights`: share another engine's instead of loading.
+
+    The engines have their own networks, kernels, thread pools and adapters, and may run at the same
+    time in different threads.
+    """
     log = _Log()
     log.import_torch()
     from windlass.runner.assemble import load_network, make_runner
@@ -138,8 +142,8 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     requested_spec = config.speculation.spec
     config = _resolve_speculation(config, source, device.type)
     with log.phase("load weights"):
-        if weights is None:
-            weights = load_network(config, hparams, open_checkpoint(files, config.model))
+        checkpoint = open_checkpoint(files, config.model)
+        weights = load_network(config, hparams, checkpoint, weights=weights)
     with log.phase("adapters"):
         adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):
@@ -243,7 +247,7 @@ def _make_engine(
 
 @dataclass(frozen=True, slots=True)
 class BuiltScorer:
-    """A scorer and its weights, which another scorer or engine may share."""
+    """A scorer and its network, whose weights another scorer or engine may share."""
 
     scorer: Scorer
     weights: Loaded
@@ -270,8 +274,8 @@ def build_scorer(
             max_num_batched_tokens=max(limits.step_tokens, limits.rows),
         ),
     )
-    if weights is None:
-        weights = load_network(config, source.hparams, open_checkpoint(source.files, config.model))
+    checkpoint = open_checkpoint(source.files, config.model)
+    weights = load_network(config, source.hparams, checkpoint, weights=weights)
     steps = config.limits(choose_device(config.model).type)
     made = make_runner(config, source.hparams, weights, steps)
     scorer = Scorer(

@@ -46,7 +46,7 @@ class LlamaEngine:
         if model.suffix != ".gguf":
             raise ConfigError("llama.cpp reads GGUF files. Set one as MODEL or with --gguf.")
         self._library = LlamaCpp(library)
-        self._threads = int(choose_threads(config.model).value)
+        self._threads = choose_threads(config.model).count
         self._model = self._library.load(model)
         self.vocab_size = self._library.vocab_size(self._model)
         self.device = torch.device("cpu")

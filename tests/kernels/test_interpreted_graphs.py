@@ -36,6 +36,7 @@ from windlass.core.types import (
 from windlass.engine import Engine
 from windlass.kernels.batch import StepBatch
 from windlass.kernels.gemm import TorchGemm
+from windlass.kernels.native.pool import Workers
 from windlass.runner import filters
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
 from windlass.runner.cuda.metadata import DeviceMetadata
@@ -262,7 +263,12 @@ def make_parts(sampling: Callable[[SlotTables], Sampling]) -> RunnerParts:
     network: Any = ToyNetwork()
     cache: Any = Pages()
     parts = RunnerParts(
-        network=network, cache=cache, slots=slots, sampling=sampling(slots), gemm=TorchGemm()
+        network=network,
+        cache=cache,
+        slots=slots,
+        sampling=sampling(slots),
+        gemm=TorchGemm(),
+        workers=Workers(1),
     )
     parts.sampling.grammars = Matchers()
     return parts

@@ -15,8 +15,9 @@ from windlass import LLM, SamplingParams
 from windlass.build import Source, build_engine
 from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
-from windlass.kernels.native import compiled, ops
-from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native import compiled
+from windlass.kernels.native.ops import NativeOps
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.native.program import ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.models.card import load_hparams
@@ -140,10 +141,12 @@ def test_torch_operations_in_a_step_are_named(tmp_path: Path) -> None:
 
 
 def test_an_operator_on_a_step_tensor_cannot_be_captured() -> None:
+    ops = NativeOps(Workers(1).pool)
+
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         x = ops.rms_norm(ops.embedding(torch.tensor([1]), torch.ones(4, 8)), torch.ones(8), 1e-5)
         return x.mul_(2.0), ops.argmax(x)
 
     with pytest.raises(Unrecordable, match="mul_"):
-        record(shared_pool(), forward, ProgramLimits(4, 2), max_bytes=2**20)
-    assert not shared_pool().is_recording
+        record(ops.pool, forward, ProgramLimits(4, 2), max_bytes=2**20)
+    assert not ops.pool.is_recording

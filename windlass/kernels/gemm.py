@@ -40,11 +40,19 @@ class Norm(Protocol):
 
 
 class TorchGemm:
-    """GEMMs by torch and its BLAS library."""
+    """GEMMs by torch and its BLAS library.
+
+    Each engine has its own instance, also where engines share weights: a step sets the modes
+    `batch_invariant` and `overlapped` for all GEMMs of its engine, which computes in one thread.
+    """
 
     def __init__(self) -> None:
         self._batch_invariant = False
         self._overlapped = False
+
+    def twin(self) -> TorchGemm:
+        """An instance for another engine with the same weights: own modes, the same choices."""
+        return TorchGemm()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""

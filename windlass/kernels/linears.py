@@ -6,6 +6,7 @@ kernel is one file and one line in `_CANDIDATES`. This file also decides which w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.gemm import TorchGemm
-from windlass.kernels.native.linear import NativeLinear
+from windlass.kernels.native.linear import NativeGemm, NativeLinear
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.reference_linear import ReferenceLinear, Unpacked
@@ -91,7 +93,7 @@ class Decision:
 
 
 class Linears:
-    """Prepares weights for one device and dtype. Owns the kernel instances.
+    """Prepares weights for one device and dtype. Owns the kernel instances of one engine.
 
     A form stays packed if a kernel supports it, unless it is so small that a GPU gains nothing. If
     only the reference implementation is left, the device decides. GPU memory is scarce, so the weight
@@ -108,14 +110,16 @@ class Linears:
         plain: bool = False,
         reference: bool = False,
         w4a8: bool = False,
+        workers: Workers | None = None,
     ) -> None:
+        """`workers`: the engine's; without them native GEMMs have a pool of their own."""
         self.device = device
         self.dtype = dtype
         self.gemm = gemm or TorchGemm()
         self._plain = plain
         self._reference = reference
         self._w4a8 = w4a8
-        self._kernels = [] if plain or reference else _kernels(device)
+        self._kernels = [] if plain or reference else _kernels(device, workers or Workers())
 
     def decide(self, form: Packed) -> Decision:
         """Choose the first kernel that supports the form, or the fallback."""
@@ -165,6 +169,19 @@ class Linears:
             refusals=decision.refusals,
             batch_invariant=batch_invariant,
         )
+
+    def share(self, gemm: PackedGemm) -> PackedGemm:
+        """The packed weight of another engine, multiplied on this engine's pool and TorchGemm.
+
+        The kernels of a GPU are shared as they are: they run in the order of one stream.
+        """
+        prepared = gemm.prepared
+        if isinstance(prepared, NativeGemm):
+            assert self._native is not None, "engines that share weights choose the same kernels"
+            prepared = self._native.share(prepared)
+        elif isinstance(prepared, Unpacked):
+            prepared = prepared.using(self.gemm)
+        return replace(gemm, prepared=prepared)
 
     def refuse_unquantised(self) -> str | None:
         """Why unquantised weights do not keep the dtype of the file; None: they keep it.
@@ -256,14 +273,14 @@ def _no_gpu_kernel(form: Packed, device: torch.device) -> str:
     return f"no kernel for this form on {device.type}; dequantised on each call"
 
 
-def _kernels(device: torch.device) -> list[LinearKernel]:
+def _kernels(device: torch.device, workers: Workers) -> list[LinearKernel]:
     """The kernels available on a device; all CUDA kernels are written in Triton."""
     if device.type == "cuda" and find_spec("triton") is None:
         return []
-    return [_instance(where) for where in _CANDIDATES.get(device.type, ())]
+    return [_instance(where, workers) for where in _CANDIDATES.get(device.type, ())]
 
 
-def _instance(where: str) -> LinearKernel:
+def _instance(where: str, workers: Workers) -> LinearKernel:
     module, name = where.split(":")
-    kernel: LinearKernel = getattr(import_module(module), name)()
-    return kernel
+    kind: Callable[..., LinearKernel] = getattr(import_module(module), name)
+    return kind(workers) if kind is NativeLinear else kind()

@@ -11,6 +11,8 @@ from windlass.core.card import Choice
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
+from windlass.kernels.native.compiled import Native
+from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.reference import embedding as reference_embedding
 from windlass.kernels.reference import gather as reference_gather
 from windlass.kernels.select import Need, Selection, select
@@ -29,6 +31,7 @@ class Ops:
     gather: Callable[..., Tensor] = reference_gather
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
     chosen: tuple[Selection, ...] = ()
+    native: NativeOps | None = None  # set if any kernel is native; they run on its pool
 
     def attend(
         self,
@@ -66,10 +69,8 @@ class Ops:
     def backend(self) -> str:
         """Names of the kernels, with the digest of the native library's source, flags and CPU."""
         names = sorted({each.name for each in self.chosen})
-        if "native" in names:
-            from windlass.kernels.native.pool import shared_pool
-
-            names.append(shared_pool().native.path.stem)
+        if self.native is not None:
+            names.append(self.native.pool.native.path.stem)
         return " ".join(names)
 
     @property
@@ -81,16 +82,13 @@ class Ops:
         choices = [
             Choice(f"{name} kernels", ", ".join(ops), why) for (name, why), ops in lines.items()
         ]
-        if any(each.name == "native" for each in self.chosen):
-            choices.append(_instructions())
+        if self.native is not None:
+            choices.append(_instructions(self.native.pool.native))
         return choices
 
 
-def _instructions() -> Choice:
+def _instructions(native: Native) -> Choice:
     """The SIMD instruction set of the native library, and where the library comes from."""
-    from windlass.kernels.native.pool import shared_pool
-
-    native = shared_pool().native
     return Choice("CPU instructions", native.simd, native.reason)
 
 
@@ -102,7 +100,13 @@ def choose_ops(need: Need) -> Ops:
     """Select a kernel for every operation."""
     chosen = {name: select(name, need) for name in _OPERATIONS}
     functions = {name: selection.function for name, selection in chosen.items()}
-    return Ops(**functions, fused_attention=_fused_attention(chosen), chosen=tuple(chosen.values()))
+    has_native = any(selection.name == "native" for selection in chosen.values())
+    return Ops(
+        **functions,
+        fused_attention=_fused_attention(chosen),
+        chosen=tuple(chosen.values()),
+        native=NativeOps(need.workers.pool) if has_native else None,
+    )
 
 
 def _fused_attention(chosen: dict[str, Selection]) -> Callable[..., Tensor] | None:

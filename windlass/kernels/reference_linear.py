@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -75,6 +76,12 @@ class Unpacked(Prepared):
             self._activation = weight.activation
         self._gemm = gemm
         self.weight = weight if isinstance(weight, Tensor) else weight.dequantise().to(dtype)
+
+    def using(self, gemm: TorchGemm) -> Unpacked:
+        """Return the same weight, multiplied by another engine's TorchGemm."""
+        twin = copy(self)
+        twin._gemm = gemm
+        return twin
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from windlass.kernels.batch import Heads
+from windlass.kernels.native.ops import NativeOps
+from windlass.kernels.native.pool import Workers
 
 _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
@@ -31,6 +33,7 @@ class Need:
     soft_cap: float | None = None
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
+    workers: Workers = field(default_factory=Workers)  # of native kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,14 @@ class Candidate:
     """A kernel. `refuse` returns why it cannot be used, or None."""
 
     name: str
-    where: str  # "module:function"
+    where: str  # "module:function", or the method of NativeOps
     refuse: Callable[[Need], str | None]
+
+    def function(self, need: Need) -> Callable[..., Any]:
+        """The kernel; a native one is bound to the pool of `need`."""
+        module, _, name = self.where.rpartition(":")
+        owner = import_module(module) if module else NativeOps(need.workers.pool)
+        return getattr(owner, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +96,7 @@ def _native(need: Need) -> str | None:
         return f"made for CPUs, this is {need.device.type}"
     if need.dtype != torch.float32:
         return f"written for float32 arithmetic, this is {str(need.dtype).removeprefix('torch.')}"
-    from windlass.kernels.native.pool import workers
-
-    return workers(torch.get_num_threads()).refuse()
+    return need.workers.refuse()
 
 
 def _native_pages(need: Need) -> str | None:
@@ -116,31 +123,30 @@ def _fused_torch(need: Need) -> str | None:
 
 
 _TRITON = "windlass.kernels.triton"
-_NATIVE = "windlass.kernels.native.ops"
 _REFERENCE = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
-    "embedding": [Candidate("native", f"{_NATIVE}:embedding", _native)],
-    "gather": [Candidate("native", f"{_NATIVE}:gather", _native)],
+    "embedding": [Candidate("native", "embedding", _native)],
+    "gather": [Candidate("native", "gather", _native)],
     "rms_norm": [
         Candidate("triton", f"{_TRITON}.norm:rms_norm", _triton),
-        Candidate("native", f"{_NATIVE}:rms_norm", _native),
+        Candidate("native", "rms_norm", _native),
     ],
     "add_rms_norm": [
         Candidate("triton", f"{_TRITON}.norm:add_rms_norm", _triton),
-        Candidate("native", f"{_NATIVE}:add_rms_norm", _native),
+        Candidate("native", "add_rms_norm", _native),
     ],
     "silu_mul": [
         Candidate("triton", f"{_TRITON}.norm:silu_mul", _triton),
-        Candidate("native", f"{_NATIVE}:silu_mul", _native),
+        Candidate("native", "silu_mul", _native),
     ],
     "rope_write": [
         Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_rope),
-        Candidate("native", f"{_NATIVE}:rope_write", _native_pages),
+        Candidate("native", "rope_write", _native_pages),
     ],
     "attention": [
         Candidate("triton", f"{_TRITON}.attention:attention", _triton),
-        Candidate("native", f"{_NATIVE}:attention", _native_attention),
+        Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
 }
@@ -153,10 +159,11 @@ def select(operation: str, need: Need) -> Selection:
     for candidate in [*_CANDIDATES[operation], reference]:
         why = candidate.refuse(need)
         if why is None:
-            module, name = candidate.where.split(":")
-            function = getattr(import_module(module), name)
             return Selection(
-                operation=operation, name=candidate.name, function=function, refusals=refusals
+                operation=operation,
+                name=candidate.name,
+                function=candidate.function(need),
+                refusals=refusals,
             )
         refusals[candidate.name] = why
     raise AssertionError(f"the reference implementation of {operation} refused")

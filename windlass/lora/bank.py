@@ -319,10 +319,10 @@ def _kernel(ops: Ops) -> LoraKernel:
         from windlass.kernels.triton.lora import TritonLora
 
         return TritonLora()
-    if ops.is_native:
+    if ops.is_native and ops.native is not None:
         from windlass.kernels.native.lora import NativeLora
 
-        return NativeLora()
+        return NativeLora(ops.native.pool)
     return ReferenceLora()
 
 

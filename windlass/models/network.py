@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.errors import UnsupportedError
 from windlass.kernels.batch import AdapterRows, StepBatch
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
@@ -45,6 +46,7 @@ class Parts:
     mesh: Mesh = field(default_factory=Mesh)
     table_dtype: torch.dtype | None = None  # of the embedding; None: `dtype`
     table_method: LinearMethod | None = None  # of an untied embedding that stays packed
+    workers: Workers = field(default_factory=Workers)  # of native kernels
 
 
 class Weights(nn.Module):

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.config import AUTO, EngineConfig, Limits
+from windlass.config import AUTO, EngineConfig, Limits, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
+from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops, choose_ops
 from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
@@ -24,6 +25,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, make_network
+from windlass.models.share import share_weights
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
 from windlass.runner.device_sampler import DeviceSampler
@@ -39,6 +41,8 @@ _DRAFT_LOGITS_BYTES = 64 * 2**20
 # Of one request that may run, in the runner's and the scheduler's tables.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
+# Options that decide how weights are stored and multiplied.
+_WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,20 @@ class Blueprint:
     """All choices made before weights are read, with reasons."""
 
     parts: Parts
-    gemm: TorchGemm
+    linears: Linears
     kv_format: found.KVFormat
     choices: list[Choice]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A network with its weights, and the choices made for it."""
+    """An engine's network with its weights, and the choices made for it.
 
+    Another engine may share the weights (`load_network`), not the network: its kernels run on the
+    engine's pool, and its layers get the engine's adapters.
+    """
+
+    config: ModelConfig
     network: Network
     parts: Parts
     gemm: TorchGemm
@@ -79,11 +88,22 @@ class Assembled:
     choices: list[Choice]
 
 
-def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Blueprint:
-    """Choose device, dtype, kernels, weight formats and context length."""
+def make_blueprint(
+    config: EngineConfig,
+    hparams: HParams,
+    checkpoint: Checkpoint,
+    *,
+    workers: Workers | None = None,
+    gemm: TorchGemm | None = None,
+) -> Blueprint:
+    """Choose device, dtype, kernels, weight formats and context length.
+
+    `workers`: of the engine that a draft model belongs to. `gemm`: tuned for the same weights.
+    """
     where = found.choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model)  # before kernels start their own threads
+    threads = found.choose_threads(config.model)
+    workers = workers or Workers(threads.count)
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         Need(
@@ -93,24 +113,40 @@ def make_blueprint(config: EngineConfig, hparams: HParams, checkpoint: Checkpoin
             rotated=hparams.rope.dim,
             kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
+            workers=workers,
         )
     )
     longest, length_choice = _longest(config, hparams)
-    gemm = _gemm(ops)
     linears = Linears(
         device,
         dtype,
-        gemm,
+        gemm or _gemm(ops),
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
         w4a8=config.model.quantization == "w4a8",
+        workers=workers,
     )
     methods = choose_methods(config.model, hparams, checkpoint, linears)
-    given = (dtype, device, longest, ops, methods.method_for)
-    parts = Parts(*given, table_dtype=methods.table_dtype, table_method=methods.table_method)
+    parts = Parts(
+        dtype=dtype,
+        device=device,
+        max_positions=longest,
+        ops=ops,
+        method_for=methods.method_for,
+        table_dtype=methods.table_dtype,
+        table_method=methods.table_method,
+        workers=workers,
+    )
     kv_format = _kv_format(config, hparams, parts)  # refuse before loading weights
-    choices = [where.choice, dtype_choice, threads, *ops.choices, methods.choice, length_choice]
-    return Blueprint(parts=parts, gemm=gemm, kv_format=kv_format, choices=choices)
+    choices = [
+        where.choice,
+        dtype_choice,
+        threads.choice,
+        *ops.choices,
+        methods.choice,
+        length_choice,
+    ]
+    return Blueprint(parts=parts, linears=linears, kv_format=kv_format, choices=choices)
 
 
 def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
@@ -121,25 +157,58 @@ def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KV
     )
 
 
-def load_network(config: EngineConfig, hparams: HParams, checkpoint: Checkpoint) -> Loaded:
-    """Build the network and load its weights."""
-    blueprint = make_blueprint(config, hparams, checkpoint)
+def load_network(
+    config: EngineConfig,
+    hparams: HParams,
+    checkpoint: Checkpoint,
+    *,
+    weights: Loaded | None = None,
+    workers: Workers | None = None,
+) -> Loaded:
+    """Build the network and load its weights.
+
+    `weights`: share these instead of reading the checkpoint. `workers`: of the engine that a draft
+    model belongs to.
+    """
+    gemm = None if weights is None else weights.gemm.twin()
+    blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm)
     network = make_network(hparams, blueprint.parts)
-    load(network, checkpoint, blueprint.parts.device)
+    if weights is None:
+        load(network, checkpoint, blueprint.parts.device)
+    else:
+        _check_same_weights(config.model, blueprint.parts.device, weights)
+        share_weights(network, weights.network, blueprint.linears)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     choices = [*blueprint.choices, *memory(stored)]
     if plain:
-        choices.append(Choice("GEMM", *blueprint.gemm.tune(plain)))
+        choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
     return Loaded(
+        config=config.model,
         network=network,
         parts=blueprint.parts,
-        gemm=blueprint.gemm,
+        gemm=blueprint.linears.gemm,
         weight_bytes=network.weight_bytes,
         choices=choices,
         why_not_batch_invariant=_why_not_batch_invariant(layers),
     )
+
+
+def _check_same_weights(config: ModelConfig, device: torch.device, weights: Loaded) -> None:
+    """Refuse to share weights that this config would store or multiply in another way."""
+    pairs = {
+        name: (getattr(config, name), getattr(weights.config, name)) for name in _WEIGHT_OPTIONS
+    }
+    for name, (wanted, held) in {
+        **pairs,
+        "device": (device.type, weights.parts.device.type),
+    }.items():
+        if wanted != held:
+            raise ConfigError(
+                f"the weights to share were loaded with {name} {held!r}, but this engine has {wanted!r}. "
+                "Set both alike, or load the weights again."
+            )
 
 
 def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
@@ -271,6 +340,7 @@ class _Maker:
             slots=slots,
             sampling=self._sampling(slots),
             gemm=self._loaded.gemm,
+            workers=parts.workers,
             coarse_prompts=self._rounds_coarsely(),
         )
         return Runner(runner_parts, self._executors(runner_parts)), cache

@@ -114,13 +114,30 @@ def choose_kv_format(
     return KVFormat(kind, token_bytes(kind), choice)
 
 
-def choose_threads(config: ModelConfig) -> Choice:
-    """Set torch's threads to the cores available to this process."""
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """The number of CPU threads, and why."""
+
+    count: int
+    reason: str
+
+    @property
+    def choice(self) -> Choice:
+        return Choice("threads", str(self.count), self.reason)
+
+
+def choose_threads(config: ModelConfig) -> ThreadChoice:
+    """As set, or the cores available to this process. torch's own operators use as many threads.
+
+    torch has one setting per process. With several engines in a process, operators of torch (eager
+    steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
+    of each engine use its own pool.
+    """
     cores = _num_cores()
     count = cores if config.num_threads == AUTO else config.num_threads
     torch.set_num_threads(count)
     reason = f"{cores} cores are allowed" if config.num_threads == AUTO else "as set"
-    return Choice("threads", str(count), reason)
+    return ThreadChoice(count, reason)
 
 
 def _num_cores() -> int:

@@ -22,6 +22,7 @@ from windlass.kernels.batch import (
 )
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.ops import prompt_spans
+from windlass.kernels.native.pool import Workers
 from windlass.models.network import Network
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, DrafterInputs
@@ -51,6 +52,7 @@ class RunnerParts:
     slots: SlotTables
     sampling: Sampling
     gemm: TorchGemm  # of the network; steps switch its batch-invariant mode
+    workers: Workers  # of the network's native kernels
     coarse_prompts: bool = False  # CPU GEMMs quantise prompt activations coarsely
 
 
@@ -188,7 +190,7 @@ class EagerExecutor(Executor):
         network = self._parts.network
         if not batch.prompts:
             return network(ids, batch, aux_hidden_states)
-        with prompt_spans(batch):
+        with prompt_spans(self._parts.workers.pool, batch):
             return network(ids, batch, aux_hidden_states)
 
     def _sample(self, inputs: StepInputs, batch: StepBatch, hidden: Tensor) -> Samples:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.kernels.batch import AdapterRows, LogitsIndices, Span, StepBatch
-from windlass.kernels.native import ops
-from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.ops import NativeOps, prompt_spans
 from windlass.kernels.native.program import Program, ProgramInputs, ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.runner import device as found
@@ -49,7 +48,7 @@ class ProgramExecutor(Executor):
     def _recorded(self, forward: Callable[[], tuple[Tensor, Tensor]]) -> Program:
         # The pages of a new cache count as free until they are written for the first time.
         room = found.free_bytes(torch.device("cpu")) - self._parts.cache.num_bytes
-        return record(shared_pool(), forward, self._limits, max(0, room))
+        return record(self._parts.workers.pool, forward, self._limits, max(0, room))
 
     def _rehearse(self, adapted: bool = False) -> tuple[Tensor, Tensor]:
         """A sample step for recording: two tokens, one of them sampled."""
@@ -65,10 +64,10 @@ class ProgramExecutor(Executor):
             adapters=whole,
             logits_indices=LogitsIndices(two[:1], last),
         )
-        with ops.prompt_spans(batch):
+        with prompt_spans(parts.workers.pool, batch):
             hidden = parts.network(two, batch)
         logits = parts.network.logits(hidden, last)
-        return logits, ops.argmax(logits)
+        return logits, NativeOps(parts.workers.pool).argmax(logits)
 
     def refuses(self, shape: StepShape) -> str | None:
         if shape.scores_prompts or shape.needs_all_hidden:

@@ -196,11 +196,7 @@ class Sampler:
 
 def draw_with(ops: Ops) -> Draw:
     """The native sampling function if operations are native, else the reference."""
-    if not ops.is_native:
-        return filters.draw
-    from windlass.kernels.native.ops import sample
-
-    return sample
+    return ops.native.sample if ops.is_native and ops.native is not None else filters.draw
 
 
 class Scores(NamedTuple):

@@ -150,7 +150,8 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
     draft = open_draft(context.config, context.hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
     try:
-        loaded = load_network(draft.config, draft.hparams, tensors)
+        workers = context.loaded.parts.workers
+        loaded = load_network(draft.config, draft.hparams, tensors, workers=workers)
     except ConfigError as error:
         # Name the draft model's own flags.
         message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))

@@ -165,6 +165,7 @@ def _parts(loaded: Loaded, hparams: HParams) -> Parts:
             rotated=hparams.rope.dim,
             kv_dtype=None,
             plain=False,
+            workers=own.workers,
         )
     )
     plain = Unquantised(own.dtype, loaded.gemm)

@@ -12,18 +12,15 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from windlass.kernels.native import compiled
-from windlass.kernels.native.pool import Pool, workers
+from windlass.kernels.native.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +94,6 @@ def _pool(backend: Backend, folder: Path) -> Pool:
     native = compiled.load(folder, ("-O0", *backend.flags))
     assert native.simd == backend.name
     return Pool(native, 2)
-
-
-@contextmanager
-def in_use(backend: Backend, config: pytest.Config) -> Iterator[Pool]:
-    """Make the native kernels of this process run on the backend inside the context."""
-    pool = backend_pool(backend, config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers(torch.get_num_threads()), "_pool", pool)
-        yield pool
 
 
 def run_checked(*command: str | Path) -> str:

@@ -1,4 +1,7 @@
-"""Runs the self-test programs of all selected tests side by side, since each keeps one core busy."""
+"""The native operations, and the self-test programs.
+
+The programs of all selected tests run side by side, since each keeps one core busy.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.kernels.native.backends import SelfTest
+from windlass.kernels.native.ops import NativeOps
+from windlass.kernels.native.pool import Workers
+
+
+@pytest.fixture(scope="session")
+def ops() -> NativeOps:
+    return NativeOps(Workers(2).pool)
 
 
 @pytest.fixture(scope="session")

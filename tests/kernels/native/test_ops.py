@@ -14,9 +14,9 @@ from tests.kernels.test_attention import make_batch
 from tests.kernels.test_kv_codes import coded
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.native import compiled, ops
+from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
-from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
 from windlass.kernels.select import Need
@@ -36,7 +36,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 576), (17, 50), (65, 1), (2, 4099)])
-def test_norms(rows: int, width: int) -> None:
+def test_norms(ops: NativeOps, rows: int, width: int) -> None:
     x, residual, weight = normal(rows, width), normal(rows, width, seed=1), normal(width, seed=2)
     torch.testing.assert_close(
         ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **CLOSE
@@ -48,7 +48,7 @@ def test_norms(rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1536), (17, 50), (65, 1)])
-def test_silu_mul(rows: int, width: int) -> None:
+def test_silu_mul(ops: NativeOps, rows: int, width: int) -> None:
     x = normal(rows, 2 * width) * 30
     x[0, 0] = -200.0
     torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), **CLOSE)
@@ -56,7 +56,7 @@ def test_silu_mul(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 50, 576])
-def test_table_rows(dtype: torch.dtype, width: int) -> None:
+def test_table_rows(ops: NativeOps, dtype: torch.dtype, width: int) -> None:
     table, ids = normal(40, width).to(dtype), torch.tensor([3, 39, 0, 3])
     assert torch.equal(ops.embedding(ids, table), table[ids].float())
     assert torch.equal(ops.gather(table.float(), ids), table[ids].float())
@@ -86,7 +86,7 @@ def test_rows_of_packed_weights() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 50), (2, 5000), (9, 513)])
-def test_argmax(rows: int, width: int) -> None:
+def test_argmax(ops: NativeOps, rows: int, width: int) -> None:
     x = normal(rows, width)
     x[0, width // 2 :] = 7.0  # argmax returns the first of equals
     assert ops.argmax(x).tolist() == x.argmax(dim=-1).tolist()
@@ -110,7 +110,7 @@ def pages_of_type(kv: LayerKV, dtype: torch.dtype) -> LayerKV:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("rotated", [64, 32])
-def test_rope_and_pages(dtype: torch.dtype, rotated: int) -> None:
+def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype, rotated: int) -> None:
     heads = Heads(6, 2, 64)
     _, whole, batch = batch_of(ROWS, 6, 2, 64)
     cos_sin, qkv = normal(512, rotated), normal(len(batch.positions), 10 * 64, seed=3)
@@ -132,7 +132,7 @@ def test_rope_and_pages(dtype: torch.dtype, rotated: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 1, 7, 150])
-def test_attention(dtype: torch.dtype, window: int | None) -> None:
+def test_attention(ops: NativeOps, dtype: torch.dtype, window: int | None) -> None:
     for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 8), (8, 1, 40)):
         queries, whole, batch = batch_of(ROWS, heads, kv_heads, dim)
         kv = pages_of_type(whole, dtype)
@@ -146,7 +146,7 @@ def test_attention(dtype: torch.dtype, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1e3, 1e20])
-def test_float16_of_any_size_stays_in_range(size: float) -> None:
+def test_float16_of_any_size_stays_in_range(ops: NativeOps, size: float) -> None:
     """Queries over the range of float32, keys and values up to the largest float16."""
     queries, whole, batch = batch_of(ROWS, 4, 2, 64)
     kv = pages_of_type(whole, torch.float16)
@@ -159,7 +159,7 @@ def test_float16_of_any_size_stays_in_range(size: float) -> None:
     assert got.abs().max() <= 65504 * (1 + 2**-10)
 
 
-def test_nan_in_a_query_stays_in_its_head() -> None:
+def test_nan_in_a_query_stays_in_its_head(ops: NativeOps) -> None:
     queries, whole, batch = batch_of([(200, 1), (300, 1)], 4, 2, 64)
     kv = pages_of_type(whole, torch.float16)
     queries[0, 1, 5] = torch.nan
@@ -180,6 +180,7 @@ def test_nan_in_a_query_stays_in_its_head() -> None:
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
 def test_attention_of_any_shape(
+    ops: NativeOps,
     rows: list[tuple[int, int]],
     group: int,
     kv_heads: int,
@@ -197,7 +198,9 @@ def test_attention_of_any_shape(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_is_batch_invariant(window: int | None, dtype: torch.dtype) -> None:
+def test_attention_is_batch_invariant(
+    ops: NativeOps, window: int | None, dtype: torch.dtype
+) -> None:
     """One chunk, two chunks, single tokens, alone or in a batch: bit-identical."""
     queries, whole, batch = batch_of([(100, 200)], 6, 2, 64)
     kv = pages_of_type(whole, dtype)
@@ -214,15 +217,15 @@ def test_attention_is_batch_invariant(window: int | None, dtype: torch.dtype) ->
     assert torch.equal(alone[150], whole[150])
 
 
-def test_row_operations_are_batch_invariant() -> None:
+def test_row_operations_are_batch_invariant(ops: NativeOps) -> None:
     x, weight = normal(200, 576), normal(576)
     many = ops.rms_norm(x, weight, 1e-5)
     assert torch.equal(ops.rms_norm(x[7:8], weight, 1e-5)[0], many[7])
     assert torch.equal(ops.silu_mul(x[9:10])[0], ops.silu_mul(x)[9])
 
 
-def test_the_instruction_set_is_reported() -> None:
+def test_the_instruction_set_is_reported(ops: NativeOps) -> None:
     need = Need(torch.device("cpu"), torch.float32, Heads(4, 2, 16), 16)
     reported = {choice.what: choice for choice in choose_ops(need).choices}
-    assert reported["CPU instructions"].value == shared_pool().native.simd
+    assert reported["CPU instructions"].value == ops.pool.native.simd
     assert "CPU instructions" not in {c.what for c in choose_ops(replace(need, plain=True)).choices}

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.kernels.native import compiled, ops
+from windlass.kernels.native import compiled
+from windlass.kernels.native.ops import NativeOps
 from windlass.runner import filters
 
 _COMPILERS, _ = compiled.find_compilers()
@@ -33,7 +34,7 @@ def keys_of(count: int) -> Tensor:
     return torch.tensor([filters.key(11, position) for position in range(count)])
 
 
-def assert_same_tokens(logits: Tensor, params: list[tuple[float, ...]]) -> None:
+def assert_same_tokens(ops: NativeOps, logits: Tensor, params: list[tuple[float, ...]]) -> None:
     """Require equal tokens: sums and noise are rounded differently, which hardly ever matters."""
     given = torch.tensor(params).double()
     keys = keys_of(len(given))
@@ -42,34 +43,34 @@ def assert_same_tokens(logits: Tensor, params: list[tuple[float, ...]]) -> None:
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
-    st.sampled_from([1, 2, 7, 64, 65, 1000, 4099]),
-    st.sampled_from([0.1, 1.0, 6.0, 40.0]),
-    st.integers(0, 2**31),
+    size=st.sampled_from([1, 2, 7, 64, 65, 1000, 4099]),
+    spread=st.sampled_from([0.1, 1.0, 6.0, 40.0]),
+    seed=st.integers(0, 2**31),
 )
-def test_equals_the_reference(size: int, spread: float, seed: int) -> None:
+def test_equals_the_reference(ops: NativeOps, size: int, spread: float, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    assert_same_tokens(torch.randn(len(PARAMS), size, generator=random) * spread, PARAMS)
+    assert_same_tokens(ops, torch.randn(len(PARAMS), size, generator=random) * spread, PARAMS)
 
 
-def test_a_whole_vocabulary_and_masked_tokens() -> None:
+def test_a_whole_vocabulary_and_masked_tokens(ops: NativeOps) -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(4 * len(PARAMS), 49152, generator=random) * 3
-    assert_same_tokens(logits, 4 * PARAMS)
+    assert_same_tokens(ops, logits, 4 * PARAMS)
     logits[:, 1000:40000] = float("-inf")
-    assert_same_tokens(logits, 4 * PARAMS)
+    assert_same_tokens(ops, logits, 4 * PARAMS)
     only = torch.full((2, 300), float("-inf"))
     only[:, 7] = -5.0
     params = torch.tensor([(1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0)]).double()
     assert ops.sample(only, params, keys_of(2)).tolist() == [7, 7]
 
 
-def test_equal_logits_are_kept_in_order() -> None:
+def test_equal_logits_are_kept_in_order(ops: NativeOps) -> None:
     params = torch.tensor([(1.0, 4, 1.0, 0.0)] * 50).double()
     got = ops.sample(torch.zeros(50, 10), params, keys_of(50))
     assert sorted(set(got.tolist())) == [0, 1, 2, 3]
 
 
-def test_nan_counts_as_the_maximum() -> None:
+def test_nan_counts_as_the_maximum(ops: NativeOps) -> None:
     logits = torch.zeros(2, 20)
     logits[0, 5] = float("nan")
     logits[1] = float("-inf")
@@ -79,7 +80,7 @@ def test_nan_counts_as_the_maximum() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 4000])
-def test_samples_follow_the_distribution(offset: int) -> None:
+def test_samples_follow_the_distribution(ops: NativeOps, offset: int) -> None:
     """At any offset: other tokens have no probability."""
     probs, draws = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]), 20_000
     row = torch.full((offset + 5,), -200.0)

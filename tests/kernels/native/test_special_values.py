@@ -9,7 +9,7 @@ One call covers many special values: each lies in a row (or request) of its own,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from tests.kernels.lora_stacks import NUM_IN, make_stacks
-from tests.kernels.native.backends import Backend, in_use, runnable
+from tests.kernels.native.backends import Backend, backend_pool, runnable
 from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table4
 from tests.kernels.native.test_ops import batch_of, normal, pages_of_type
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.lora import Lora, ReferenceLora
-from windlass.kernels.native import compiled, ops
+from windlass.kernels.native import compiled
 from windlass.kernels.native.commands import Step
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.lora import NativeLora
+from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Packed
 from windlass.kernels.reference_linear import ReferenceLinear
@@ -58,10 +59,14 @@ RTOL, ATOL = 2e-5, 2e-6
 
 
 @pytest.fixture(scope="module", params=runnable(), ids=lambda b: " ".join(b.flags))
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest) -> Pool:
     backend: Backend = request.param
-    with in_use(backend, request.config) as pool:
-        yield pool
+    return backend_pool(backend, request.config)
+
+
+@pytest.fixture(scope="module")
+def ops(pool: Pool) -> NativeOps:
+    return NativeOps(pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +116,7 @@ def assert_unchanged(got: Tensor, clean: Tensor, what: str) -> None:
     assert not changed, f"{what}: a special value changed the rows {changed} beside it"
 
 
-@pytest.mark.usefixtures("pool")
-def test_norms_and_gates() -> None:
+def test_norms_and_gates(ops: NativeOps) -> None:
     specials = every(list(BITS), (0, 33, 69))  # first, in the second half, after the whole vectors
     rows, width = 2 * len(specials), 70
     x, residual, weight = normal(rows, width), normal(rows, width, seed=1), normal(width, seed=2)
@@ -135,9 +139,8 @@ def test_norms_and_gates() -> None:
         assert is_close(got, want, RTOL, ATOL).all(), f"rms_norm: weight with {special}"
 
 
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_table_rows(dtype: torch.dtype) -> None:
+def test_table_rows(ops: NativeOps, dtype: torch.dtype) -> None:
     specials = every(list(BITS), (0, 20, 49))
     table = with_specials(normal(2 * len(specials), 50), specials).to(dtype)
     ids = torch.arange(len(table)).flip(0)
@@ -149,9 +152,8 @@ def test_table_rows(dtype: torch.dtype) -> None:
     assert_rows(rows.view(torch.int32) == want.view(torch.int32), labels, "gather")
 
 
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("width", [3, 50, 1037])
-def test_argmax_and_sample(width: int) -> None:
+def test_argmax_and_sample(ops: NativeOps, width: int) -> None:
     params = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.8, 2, 0.9, 0.05), (1e-42, 0, 1.0, 0.0)]
     columns = sorted({0, width // 3, width // 2, width - 1})
     specials = [special for special in every(list(BITS), columns) for _ in params]
@@ -172,9 +174,8 @@ def dequantised(pages: Tensor, scales: Tensor | None) -> Tensor:
     return pages.float() if scales is None else pages.float() * scales[..., None]
 
 
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-def test_rope_and_pages(dtype: torch.dtype) -> None:
+def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype) -> None:
     heads, dim = Heads(2, 1, 16), 16
     # In each of two query heads, the key head and the value head.
     specials = every(list(BITS), [head * dim + 5 for head in range(4)])
@@ -204,6 +205,7 @@ def test_rope_and_pages(dtype: torch.dtype) -> None:
 
 
 def assert_attention(
+    ops: NativeOps,
     queries: Tensor,
     kv: LayerKV,
     batch: StepBatch,
@@ -229,7 +231,9 @@ def assert_attention(
     return got
 
 
-def check_attention(rows: list[tuple[int, int]], names: list[str], dtype: torch.dtype) -> None:
+def check_attention(
+    ops: NativeOps, rows: list[tuple[int, int]], names: list[str], dtype: torch.dtype
+) -> None:
     """Put one special value into each request but the last: in a query, a key or a value."""
     queries, whole, batch = batch_of(rows, 4, 2, 16)
     kv = pages_of_type(whole, dtype)
@@ -239,7 +243,9 @@ def check_attention(rows: list[tuple[int, int]], names: list[str], dtype: torch.
     bad = queries.clone()
     for first, value in zip(firsts, values, strict=True):
         bad[first, 1, 5] = value
-    got = assert_attention(bad, kv, batch, torch.ones(len(queries), dtype=torch.bool), None, names)
+    got = assert_attention(
+        ops, bad, kv, batch, torch.ones(len(queries), dtype=torch.bool), None, names
+    )
     others = torch.ones(len(queries), dtype=torch.bool)
     others[firsts] = False
     assert_unchanged(got[firsts, 0], clean[firsts, 0], "another head")
@@ -253,26 +259,24 @@ def check_attention(rows: list[tuple[int, int]], names: list[str], dtype: torch.
                 pages[block, 1, position % 16, 7] = value
             changed = pages_of_type(replace(whole, **{tensor: pages}), dtype)
             sees = of_special & (batch.positions >= position)
-            got = assert_attention(queries, changed, batch, sees, None, names)
+            got = assert_attention(ops, queries, changed, batch, sees, None, names)
             assert torch.equal(got[-1], clean[-1]), f"{tensor} changed another request"
             sees &= batch.positions - 100 < position
-            assert_attention(queries, changed, batch, sees, 100, names)
+            assert_attention(ops, queries, changed, batch, sees, 100, names)
 
 
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-def test_attention(dtype: torch.dtype) -> None:
+def test_attention(ops: NativeOps, dtype: torch.dtype) -> None:
     """Few single tokens split their keys between threads; many, and prefill chunks, do not."""
     for first in range(0, len(SUMMABLE), 2):
         names = SUMMABLE[first : first + 2]
-        check_attention([(150, 1)] * len(names) + [(40, 1)], names, dtype)
-    check_attention([(150, 1)] * len(SUMMABLE) + [(40, 1)], SUMMABLE, dtype)
-    check_attention([(145, 6)] * len(SUMMABLE) + [(20, 1)], SUMMABLE, dtype)
+        check_attention(ops, [(150, 1)] * len(names) + [(40, 1)], names, dtype)
+    check_attention(ops, [(150, 1)] * len(SUMMABLE) + [(40, 1)], SUMMABLE, dtype)
+    check_attention(ops, [(145, 6)] * len(SUMMABLE) + [(20, 1)], SUMMABLE, dtype)
 
 
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scores_of_minus_infinity_have_no_weight(dtype: torch.dtype) -> None:
+def test_scores_of_minus_infinity_have_no_weight(ops: NativeOps, dtype: torch.dtype) -> None:
     """Whole chunks of keys, and all keys: then the softmax divides 0 by 0."""
     queries, whole, batch = batch_of([(300, 1)], 4, 2, 16)
     queries[..., 3] = queries[..., 3].abs() + 0.1
@@ -281,12 +285,11 @@ def test_scores_of_minus_infinity_have_no_weight(dtype: torch.dtype) -> None:
         for position in range(count):
             kv.keys[int(batch.tables[0, position // 16]), :, position % 16, 3] = -torch.inf
         one = torch.ones(1, dtype=torch.bool)
-        got = assert_attention(queries, kv, batch, one, None, [f"{count} keys of -infinity"])
+        got = assert_attention(ops, queries, kv, batch, one, None, [f"{count} keys of -infinity"])
         assert got.isnan().all() == (count == 301), f"{count} keys of -infinity"
 
 
-@pytest.mark.usefixtures("pool")
-def test_large_values_of_keys_without_weight() -> None:
+def test_large_values_of_keys_without_weight(ops: NativeOps) -> None:
     """exp(-200) is 0, not the smallest float: times 3e38 that would be 4."""
     queries, whole, batch = batch_of([(20, 1)], 1, 1, 8)
     for position in range(21):
@@ -416,15 +419,14 @@ def test_weights_with_special_scales_are_refused(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["floats", "codes"])
-@pytest.mark.usefixtures("pool")
-def test_lora(coded: bool) -> None:
+def test_lora(pool: Pool, coded: bool) -> None:
     torch.manual_seed(0)
     stacks = make_stacks((30, 20), coded)
     slots = [1, 1, 0, 2, 3]
     specials = every(SUMMABLE, [77])
     rows = grouped(np.array(slots * len(specials)), CPU)
     x, y = torch.randn(5, NUM_IN).repeat(len(specials), 1), torch.randn(5 * len(specials), 50)
-    plain, native = Lora(stacks, ReferenceLora()), Lora(stacks, NativeLora())
+    plain, native = Lora(stacks, ReferenceLora()), Lora(stacks, NativeLora(pool))
     clean = native.end(y.clone(), native.begin(x, rows), rows)
     for row, slot in enumerate(slots):
         bad = with_specials(x, specials, first=row, step=len(slots))

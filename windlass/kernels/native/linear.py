@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.native.commands import Call, LinearFlag, Op, Step, Type
-from windlass.kernels.native.pool import Pool, Workers, workers
+from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Activation, Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.prepared import RowReader
 
@@ -76,22 +77,16 @@ class _Source:
 
 
 class NativeLinear:
-    """The LinearKernel of CPUs. Compiles the library and starts threads at first use.
-
-    Tests pass workers of their own instead of the process's.
-    """
+    """The LinearKernel of CPUs. Compiles the library and starts threads at first use."""
 
     name = "native"
     batch_invariant = True  # the order of sums does not depend on the number of rows
     reads_rows = True
 
-    def __init__(self, own_workers: Workers | None = None) -> None:
-        self._own_workers = own_workers
+    def __init__(self, workers: Workers | None = None) -> None:
+        """Without `workers` the GEMMs have a pool of their own."""
+        self._workers = workers or Workers()
         self._has_4_bits = False
-
-    @property
-    def _workers(self) -> Workers:
-        return self._own_workers or workers(torch.get_num_threads())
 
     def refuse(self, form: Packed, device: torch.device, dtype: torch.dtype) -> str | None:
         del dtype  # inputs are converted to float32
@@ -102,6 +97,10 @@ class NativeLinear:
     def refuse_unquantised(self) -> str | None:
         """Return why an unquantised weight cannot be used."""
         return self._workers.refuse()
+
+    def share(self, gemm: NativeGemm) -> NativeGemm:
+        """Return another engine's weight, multiplied on this kernel's pool."""
+        return gemm.on(self._workers.pool)
 
     def prepare(self, form: Packed | Tensor) -> NativeGemm:
         """Pack a form, or an unquantised weight (16-bit, else float32)."""
@@ -167,6 +166,12 @@ class NativeGemm(RowReader):
             _pointer(source.sub_scales),
             self._data.data_ptr(),
         )
+
+    def on(self, pool: Pool) -> NativeGemm:
+        """Return the same packed weight, multiplied on another pool."""
+        twin = copy(self)
+        twin._pool = pool
+        return twin
 
     @property
     def coarse_prompts(self) -> bool:

@@ -8,13 +8,14 @@ from torch import Tensor
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.lora import LoraKernel, Stacks
 from windlass.kernels.native.commands import Call, Op, Step
-from windlass.kernels.native.pool import shared_pool
+from windlass.kernels.native.pool import Pool
 
 
 class NativeLora(LoraKernel):
     """Computes both LoRA GEMMs after the base GEMM; the order of a row's sums never changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._shapes: dict[int, Tensor] = {}  # by address of `down`; commands point into them
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
@@ -27,7 +28,7 @@ class NativeLora(LoraKernel):
         tensors = (stacks.down, stacks.up, stacks.ranks.data_ptr(), self._shape(stacks), scales)
         call = Call(Op.LORA, len(y), step_tensors=(low, y), model_tensors=tensors)
         slots = adapters.slots.to(torch.int32).contiguous()
-        shared_pool().run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))
+        self._pool.run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))
         return y
 
     def _shape(self, stacks: Stacks) -> Tensor:

@@ -15,140 +15,151 @@ from torch import Tensor
 
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.native.commands import TYPE_OF, Call, Op, Step
-from windlass.kernels.native.pool import Pool, shared_pool
+from windlass.kernels.native.pool import Pool
 
 _NO_WINDOW = 0
 
 
-def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Return rows of a float32 or 16-bit table, in float32."""
-    out = torch.empty(len(ids), table.shape[1])
-    ids32 = ids.to(torch.int32).contiguous()
-    sizes = (table.shape[1], TYPE_OF[table.dtype])
-    step = Step(num_tokens=len(ids), ids=ids32.data_ptr())
-    call = Call(Op.EMBED, len(ids), step_tensors=(out,), model_tensors=(table, None), sizes=sizes)
-    shared_pool().run(call, step)
-    return out
+class NativeOps:
+    """The operations on one engine's pool."""
 
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    width = x.shape[-1]
-    call = Call(
-        Op.NORM,
-        x.numel() // width,
-        step_tensors=(x.contiguous(), out),
-        model_tensors=(weight,),
-        sizes=(width,),
-        scalars=(eps,),
-    )
-    shared_pool().run(call)
-    return out
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Return rows of a float32 or 16-bit table, in float32."""
+        out = torch.empty(len(ids), table.shape[1])
+        ids32 = ids.to(torch.int32).contiguous()
+        sizes = (table.shape[1], TYPE_OF[table.dtype])
+        step = Step(num_tokens=len(ids), ids=ids32.data_ptr())
+        call = Call(
+            Op.EMBED, len(ids), step_tensors=(out,), model_tensors=(table, None), sizes=sizes
+        )
+        self.pool.run(call, step)
+        return out
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        call = Call(
+            Op.NORM,
+            x.numel() // width,
+            step_tensors=(x.contiguous(), out),
+            model_tensors=(weight,),
+            sizes=(width,),
+            scalars=(eps,),
+        )
+        self.pool.run(call)
+        return out
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Update the residual in place."""
-    out = torch.empty_like(x)
-    rows, width = x.shape
-    call = Call(
-        Op.ADD_NORM,
-        rows,
-        step_tensors=(x.contiguous(), residual, out),
-        model_tensors=(weight,),
-        sizes=(width,),
-        scalars=(eps,),
-    )
-    shared_pool().run(call)
-    return out, residual
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Update the residual in place."""
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        call = Call(
+            Op.ADD_NORM,
+            rows,
+            step_tensors=(x.contiguous(), residual, out),
+            model_tensors=(weight,),
+            sizes=(width,),
+            scalars=(eps,),
+        )
+        self.pool.run(call)
+        return out, residual
 
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        call = Call(Op.SILU_MUL, rows, step_tensors=(gate_up.contiguous(), out), sizes=(width,))
+        self.pool.run(call)
+        return out
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width)
-    call = Call(Op.SILU_MUL, rows, step_tensors=(gate_up.contiguous(), out), sizes=(width,))
-    shared_pool().run(call)
-    return out
+    def rope_write(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        cos_sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        kv: LayerKV,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens = qkv.shape[0]
+        out = torch.empty(tokens, heads.num_q, heads.dim)
+        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        call = Call(
+            Op.ROPE,
+            tokens,
+            step_tensors=(qkv.contiguous(), out),
+            model_tensors=(cos_sin, q_weight, k_weight, *_pages(kv)),
+            sizes=(*_heads(heads, kv), cos_sin.shape[1]),
+            scalars=(eps,),
+        )
+        self._run(call, batch)
+        return out
 
+    def attention(
+        self,
+        queries: Tensor,
+        kv: LayerKV,
+        batch: StepBatch,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """`soft_cap` must be None."""
+        assert soft_cap is None
+        out = torch.empty_like(queries)
+        tokens, num_q, dim = queries.shape
+        heads = Heads(num_q, kv.keys.shape[1], dim)
+        call = Call(
+            Op.ATTENTION,
+            tokens,
+            step_tensors=(queries.contiguous(), out),
+            model_tensors=_pages(kv),
+            sizes=(*_heads(heads, kv), window or _NO_WINDOW),
+            scalars=(scale,),
+        )
+        self._run(call, batch)
+        return out
 
-def rope_write(
-    qkv: Tensor,
-    heads: Heads,
-    cos_sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
-    kv: LayerKV,
-    batch: StepBatch,
-) -> Tensor:
-    tokens = qkv.shape[0]
-    out = torch.empty(tokens, heads.num_q, heads.dim)
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
-    call = Call(
-        Op.ROPE,
-        tokens,
-        step_tensors=(qkv.contiguous(), out),
-        model_tensors=(cos_sin, q_weight, k_weight, *_pages(kv)),
-        sizes=(*_heads(heads, kv), cos_sin.shape[1]),
-        scalars=(eps,),
-    )
-    _run(shared_pool(), call, batch)
-    return out
+    def gather(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows], for rows of float32."""
+        out = torch.empty(len(rows), x.shape[1])
+        indices = rows.to(torch.int32).contiguous()
+        step = Step(num_sampled=len(rows), sampled=indices.data_ptr())
+        call = Call(Op.GATHER, len(rows), step_tensors=(x, out), sizes=(x.shape[1],))
+        self.pool.run(call, step)
+        return out
 
+    def argmax(self, x: Tensor) -> Tensor:
+        """Return the index of each row's maximum, the first of equals, as int32."""
+        out = torch.empty(x.shape[0], dtype=torch.int32)
+        call = Call(Op.ARGMAX, x.shape[0], step_tensors=(x.contiguous(), out), sizes=(x.shape[1],))
+        self.pool.run(call)
+        return out
 
-def attention(
-    queries: Tensor,
-    kv: LayerKV,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """`soft_cap` must be None."""
-    assert soft_cap is None
-    out = torch.empty_like(queries)
-    tokens, num_q, dim = queries.shape
-    heads = Heads(num_q, kv.keys.shape[1], dim)
-    call = Call(
-        Op.ATTENTION,
-        tokens,
-        step_tensors=(queries.contiguous(), out),
-        model_tensors=_pages(kv),
-        sizes=(*_heads(heads, kv), window or _NO_WINDOW),
-        scalars=(scale,),
-    )
-    _run(shared_pool(), call, batch)
-    return out
+    def sample(self, logits: Tensor, params: Tensor, keys: Tensor) -> Tensor:
+        """Sample like draw in runner/filters.py; return int32."""
+        rows, width = logits.shape
+        out = torch.empty(rows, dtype=torch.int32)
+        call = Call(
+            Op.SAMPLE,
+            rows,
+            step_tensors=(logits.contiguous(), out),
+            model_tensors=(params, keys),
+            sizes=(width,),
+        )
+        self.pool.run(call)
+        return out
 
-
-def gather(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows], for rows of float32."""
-    out = torch.empty(len(rows), x.shape[1])
-    indices = rows.to(torch.int32).contiguous()
-    step = Step(num_sampled=len(rows), sampled=indices.data_ptr())
-    call = Call(Op.GATHER, len(rows), step_tensors=(x, out), sizes=(x.shape[1],))
-    shared_pool().run(call, step)
-    return out
-
-
-def argmax(x: Tensor) -> Tensor:
-    """Return the index of each row's maximum, the first of equals, as int32."""
-    out = torch.empty(x.shape[0], dtype=torch.int32)
-    call = Call(Op.ARGMAX, x.shape[0], step_tensors=(x.contiguous(), out), sizes=(x.shape[1],))
-    shared_pool().run(call)
-    return out
-
-
-def sample(logits: Tensor, params: Tensor, keys: Tensor) -> Tensor:
-    """Sample like draw in runner/filters.py; return int32."""
-    rows, width = logits.shape
-    out = torch.empty(rows, dtype=torch.int32)
-    call = Call(
-        Op.SAMPLE,
-        rows,
-        step_tensors=(logits.contiguous(), out),
-        model_tensors=(params, keys),
-        sizes=(width,),
-    )
-    shared_pool().run(call)
-    return out
+    def _run(self, call: Call, batch: StepBatch) -> None:
+        if self.pool.is_recording:
+            self.pool.run(call)
+            return
+        batch_step = BatchStep.of(batch)
+        self.pool.run(call, batch_step.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +191,8 @@ class BatchStep:
 
 
 @contextmanager
-def prompt_spans(batch: StepBatch) -> Iterator[None]:
-    """Give GEMMs inside the context the prompt tokens of the batch, which they may quantise apart."""
+def prompt_spans(pool: Pool, batch: StepBatch) -> Iterator[None]:
+    """Give GEMMs on the pool the prompt tokens of the batch, which they may quantise apart."""
     prompts = torch.tensor(batch.prompts, dtype=torch.int32)
     logits_indices = (
         batch.positions[:0] if batch.logits_indices is None else batch.logits_indices.tokens
@@ -193,16 +204,8 @@ def prompt_spans(batch: StepBatch) -> Iterator[None]:
         sampled=logits_indices.data_ptr(),
         prompts=prompts.data_ptr(),
     )
-    with shared_pool().use_step(step):
+    with pool.use_step(step):
         yield
-
-
-def _run(pool: Pool, call: Call, batch: StepBatch) -> None:
-    if pool.is_recording:
-        pool.run(call)
-        return
-    batch_step = BatchStep.of(batch)
-    pool.run(call, batch_step.step)
 
 
 def _heads(heads: Heads, kv: LayerKV) -> tuple[int, ...]:

@@ -1,4 +1,8 @@
-"""The native library and its thread pool, shared by all engines of a process."""
+"""The native library and the thread pool of one engine.
+
+The pool also holds the two modes of a forward pass: the active recorder and the prompt tokens. An engine
+computes in one thread and shares its pool with no other engine, so no mode leaks into another engine.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import ctypes
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -81,9 +84,13 @@ class Pool:
 
 
 class Workers:
-    """Creates a pool at first use, or keeps the reason why there is none."""
+    """An engine's pool, created at first use, or the reason why there is none.
 
-    def __init__(self, num_threads: int, pool: Pool | None = None) -> None:
+    The kernels of one engine, and of its draft model, get the same workers: threads of two pools would
+    compete for the cores. Without `num_threads` the pool has as many threads as torch uses.
+    """
+
+    def __init__(self, num_threads: int | None = None, pool: Pool | None = None) -> None:
         self._num_threads = num_threads
         self._pool = pool
         self._unavailable: str | None = None
@@ -92,7 +99,7 @@ class Workers:
         """Return why there is no pool, after one attempt to create it."""
         if self._pool is None and self._unavailable is None:
             try:
-                self._pool = Pool(load(), self._num_threads)
+                self._pool = Pool(load(), self._num_threads or torch.get_num_threads())
             except NativeUnavailable as error:
                 self._unavailable = str(error)
         return self._unavailable
@@ -103,17 +110,6 @@ class Workers:
         if self._pool is None:
             raise NativeUnavailable(str(why))
         return self._pool
-
-
-@cache
-def workers(num_threads: int) -> Workers:
-    """Return the process's workers: threads per engine would compete for the cores."""
-    return Workers(num_threads)
-
-
-def shared_pool() -> Pool:
-    """Return the process's pool, with as many threads as torch uses."""
-    return workers(torch.get_num_threads()).pool
 
 
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:

@@ -53,6 +53,14 @@ class TunedGemm(TorchGemm):
         self._measured_overlapped: set[Shape] = set()
         self._space: skinny.Workspace | None = None
 
+    def twin(self) -> TunedGemm:
+        twin = TunedGemm()
+        twin._chosen = dict(self._chosen)
+        twin._measured = set(self._measured)
+        if self._space is not None:
+            twin._space = _workspace(self._space.counters.device)
+        return twin
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._batch_invariant:
             return self._batch_invariant_linear(x, weight)
@@ -105,18 +113,18 @@ class TunedGemm(TorchGemm):
         for weight in weights:
             if _supports(weight) and tuple(weight.shape) not in self._measured:
                 by_shape[tuple(weight.shape)].append(weight)
-        if not by_shape:
+        if not by_shape and not self._measured:
             return "torch", "the skinny kernels support no weight of this model"
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
-            self._space = skinny.Workspace(device, _MAX_SPLIT_OUTPUTS, _TILINGS, _MANY_ROWS)
+            self._space = _workspace(device)
         for shape, group in by_shape.items():
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
         self._measured.update(by_shape)
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-        of = f"of {len(_MEASURED_AT) * len(by_shape)} shapes and batch sizes"
+        of = f"of {len(_MEASURED_AT) * len(self._measured)} shapes and batch sizes"
         return f"skinny for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
 
     @torch.inference_mode()
@@ -188,6 +196,10 @@ class TunedGemm(TorchGemm):
             if took < best:
                 best = took
                 self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
+
+
+def _workspace(device: torch.device) -> skinny.Workspace:
+    return skinny.Workspace(device, _MAX_SPLIT_OUTPUTS, _TILINGS, _MANY_ROWS)
 
 
 def _supports(weight: Tensor) -> bool:

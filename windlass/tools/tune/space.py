@@ -29,13 +29,10 @@ class ModelFormat:
     options: Mapping[str, Any]
     quality: Retention
 
-    def weights_key(self, device: str) -> str:
-        """Return a key that is equal for formats that can share loaded weights.
-
-        On CUDA the KV type is part of the key: kernels are selected for it.
-        """
-        own = {k: v for k, v in self.options.items() if device == "cuda" or k != "kv_cache_dtype"}
-        return repr(sorted(own.items()))
+    @property
+    def weights_key(self) -> str:
+        """A key that is equal for formats that can share loaded weights."""
+        return repr(sorted((k, v) for k, v in self.options.items() if k != "kv_cache_dtype"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ class Tuner:
         release_memory()
 
     def _load(self, format: ModelFormat, config: EngineConfig) -> Loaded:
-        key = format.weights_key(self._device)
+        key = format.weights_key
         if self._weights is None or self._weights[0] != key:
             self._weights = None
             checkpoint = open_checkpoint(self._opened.files, config.model)
