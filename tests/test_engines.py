@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -175,6 +176,18 @@ def test_an_engine_has_one_pool(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert counts == [2]
     build(model, first, **{**options, "num_threads": 1})
     assert counts == [2, 1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["none", "draft"])
+def test_a_pool_ends_with_its_engine(model: Path, spec: str) -> None:
+    """Without waiting for the garbage collector, which ignores engines."""
+    own = {"spec_model": str(model)} if spec == "draft" else {}
+    built = build(model, spec=spec, num_threads=2, **own)
+    Job(built.engine, USUAL).run()
+    pool = weakref.ref(built.weights.parts.workers.pool)
+    del built
+    assert pool() is None
 
 
 def test_weights_are_shared_without_a_copy(model: Path) -> None:

@@ -27,7 +27,6 @@ from windlass.core.scheduler import Scheduler
 from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine
-from windlass.engine import Runner as EngineRunner
 from windlass.errors import ConfigError
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
@@ -37,9 +36,12 @@ from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
 
 if TYPE_CHECKING:
+    from windlass.kernels.storages import Owner
     from windlass.lora.start import AdapterSetup
     from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
+    from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
@@ -74,7 +76,11 @@ class OpenModel:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A ready engine, its report, and its network, whose weights another engine may share."""
+    """A ready engine, its report, and its network, whose weights another engine may share.
+
+    Each engine has its own network, kernels, thread pool and adapters: engines may run at the same
+    time in different threads.
+    """
 
     engine: Engine
     report: EngineReport
@@ -126,11 +132,7 @@ def import_torch() -> None:
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
-    """Build an engine in this process. `weights`: share another engine's instead of loading.
-
-    The engines have their own networks, kernels, thread pools and adapters, and may run at the same
-    time in different threads.
-    """
+    """Build an engine in this process. `weights`: share another engine's instead of loading."""
     log = _Log()
     log.import_torch()
     from windlass.runner.assemble import load_network, make_runner
@@ -201,7 +203,13 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     )
     _tune_garbage_collector()
     engine = _make_engine(
-        config, scheduler=scheduler, runner=runner, matchers=matchers, made=made, weights=weights
+        config,
+        scheduler=scheduler,
+        runner=runner,
+        matchers=matchers,
+        made=made,
+        weights=weights,
+        adapters=adapters,
     )
     return Built(engine, report, weights)
 
@@ -229,10 +237,11 @@ def _make_engine(
     config: EngineConfig,
     *,
     scheduler: Scheduler,
-    runner: EngineRunner,
+    runner: Runner | SpeculativeRunner,
     matchers: RequestMatchers,
     made: Assembled,
     weights: Loaded,
+    adapters: AdapterSetup | None,
 ) -> Engine:
     from windlass.runner.grammar import GrammarRunner
     from windlass.runner.memory import RunnerMemory
@@ -241,7 +250,10 @@ def _make_engine(
     # Measured on a GPU when the cache was sized: no tensor owns this memory.
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = config.scheduler.overlap and device.type == "cuda"
-    memory = RunnerMemory((runner,), device, steps)
+    owners: list[Owner] = [runner]
+    if adapters is not None:
+        owners.append(adapters.store)
+    memory = RunnerMemory(owners, device, steps)
     return Engine(scheduler, GrammarRunner(runner, matchers), overlap=overlap, memory=memory)
 
 
@@ -340,7 +352,7 @@ class _NoSpeculation:
 
 def _start_speculation(
     setup: SpeculationSetup | _NoSpeculation, *, made: Assembled, limits: Limits, requested: str
-) -> tuple[EngineRunner, DraftPlanner | None, Choice]:
+) -> tuple[Runner | SpeculativeRunner, DraftPlanner | None, Choice]:
     """The runner, with a proposer if there is one, and what decides on drafts for the scheduler."""
     if isinstance(setup, _NoSpeculation):
         return made.runner, None, Choice("speculation", "none", "as set")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from windlass import LLM, SamplingParams
 from windlass.core.card import MemoryReport
 from windlass.errors import EngineError
+from windlass.kernels.storages import MemoryKind
+from windlass.kernels.storages import held as held_tensors
 from windlass.runner.memory import RunnerMemory, Storage, storages
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -84,8 +87,14 @@ def test_a_full_disk_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.Monke
 
 def test_shared_storages_are_counted_once() -> None:
     tensor = torch.arange(10_000)
-    found = list(storages({"a": [tensor, tensor[5:]], "b": (tensor.view(100, 100), np.zeros(3))}))
-    assert [(name, storage.num_bytes) for name, storage in found] == [("tables", 80_000)]
+
+    class Owner:
+        def __init__(self, kind: MemoryKind, *tensors: Tensor | None) -> None:
+            self.storages = partial(held_tensors, kind, *tensors)
+
+    owners = [Owner("weights", tensor, tensor[5:], None), Owner("tables", tensor.view(100, 100))]
+    found = list(storages(owners))
+    assert [(name, storage.num_bytes) for name, storage in found] == [("weights", 80_000)]
     storage = Storage(tensor)
     first, length = storage.pages()
     assert first >= tensor.data_ptr()

@@ -8,12 +8,14 @@ per token and head in a separate tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from windlass.kernels.storages import Held, held
 
 # Code types of a quantised KV cache, and the code of the largest magnitude of a token's head.
 MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -94,6 +96,9 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._owned)
+
+    def storages(self) -> Iterator[Held]:
+        return held("KV cache", *self._owned)
 
     @property
     def pages(self) -> Tensor | None:

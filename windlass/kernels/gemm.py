@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
+from windlass.kernels.storages import Held
 
 # Rows per batch-invariant GEMM. BLAS libraries choose how to split the sums by the number of rows.
 _INVARIANT_ROWS = 16
@@ -53,6 +54,10 @@ class TorchGemm:
     def twin(self) -> TorchGemm:
         """An instance for another engine with the same weights: own modes, the same choices."""
         return TorchGemm()
+
+    def storages(self) -> Iterator[Held]:
+        """The workspace."""
+        return iter(())
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""

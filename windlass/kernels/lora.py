@@ -8,7 +8,7 @@ The bank (lora/bank.py) fills the slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm, batch_invariant_linear
 from windlass.kernels.gemm_io import Inputs, Outputs
+from windlass.kernels.storages import Held
 
 RANK_TILE = 16  # ranks of an output that are adjacent in the `by_output` layout
 SiluMul = Callable[[Outputs], Inputs]
@@ -91,6 +92,10 @@ class LoraKernel(ABC):
         """Whether a layer's stacks should use the `by_output` layout (see `Stacks`)."""
         del dtype, inputs, max_rank, sizes
         return False
+
+    def storages(self) -> Iterator[Held]:
+        """Tensors of its own, beside the stacks."""
+        return iter(())
 
     @abstractmethod
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Any: ...

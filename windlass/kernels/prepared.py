@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
+from windlass.kernels.storages import Held, held
 
 
 class Prepared(ABC):
     """A prepared weight. Kernels override the variants that they can fuse."""
 
-    @property
     @abstractmethod
-    def num_bytes(self) -> int: ...
+    def tensors(self) -> Sequence[Tensor | None]:
+        """The tensors of the weight."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
+
+    def storages(self) -> Iterator[Held]:
+        """The weight, and the workspace of its kernel."""
+        return held("weights", *self.tensors())
 
     @property
     def coarse_prompts(self) -> bool:

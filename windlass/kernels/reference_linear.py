@@ -45,9 +45,8 @@ class ReferenceGemm(Prepared):
     def __init__(self, form: Packed) -> None:
         self.form = form
 
-    @property
-    def num_bytes(self) -> int:
-        return form_bytes(self.form)
+    def tensors(self) -> list[Tensor]:
+        return _form_tensors(self.form)
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
@@ -83,9 +82,8 @@ class Unpacked(Prepared):
         twin._gemm = gemm
         return twin
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self._input_scale
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
@@ -108,8 +106,12 @@ class Unpacked(Prepared):
 
 def form_bytes(form: Packed) -> int:
     """Bytes of a form's tensors."""
+    return sum(tensor.nbytes for tensor in _form_tensors(form))
+
+
+def _form_tensors(form: Packed) -> list[Tensor]:
     values = (getattr(form, item.name) for item in dataclasses.fields(form))
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def float8_activations(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:

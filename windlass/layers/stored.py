@@ -6,11 +6,12 @@ subclasses: Linear multiplies with it, PackedEmbedding reads its rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from windlass.kernels.linears import PackedGemm
+from windlass.kernels.storages import Held
 from windlass.quant.base import LinearMethod, Part
 
 
@@ -29,6 +30,11 @@ class StoredWeight(nn.Module):
         self.gemms: list[PackedGemm] = []
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
+
+    def storages(self) -> Iterator[Held]:
+        """The quantised weight."""
+        for gemm in self.gemms:
+            yield from gemm.prepared.storages()
 
     @property
     def gemm_bytes(self) -> int:

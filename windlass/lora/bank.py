@@ -15,6 +15,7 @@ from torch import Tensor
 from windlass.errors import CheckpointError
 from windlass.kernels.lora import Lora, LoraDelta, LoraKernel, ReferenceLora, Stacks
 from windlass.kernels.ops import Ops
+from windlass.kernels.storages import Held, held
 from windlass.layers.linear import Linear
 from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, LoraWeights
@@ -100,7 +101,7 @@ class Bank:
         self._device = norm.weight.device
         self._dtype = _slot_dtype(norm, dtype)
         self._copy_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
-        kernel = _kernel(norm.ops)
+        self._kernel = kernel = _kernel(norm.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers share one tensor, so that `put` sends them in one copy; so do scales.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
@@ -125,6 +126,14 @@ class Bank:
     def num_bytes(self) -> int:
         scales = 0 if self._scales is None else self._scales.nbytes
         return self._ranks.nbytes + scales + sum(stacks.num_bytes for stacks in self._layers)
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("adapters", self._ranks, self._scales)
+        for stacks in self._layers:
+            yield from held("adapters", stacks.down, stacks.up)
+        for layout in self._layouts.values():
+            yield from held("adapters", layout.ranks)
+        yield from self._kernel.storages()
 
     @contextmanager
     def all_slots_full(self) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from windlass.kernels.storages import Held, held
 
 
 class LoraWeights(NamedTuple):
@@ -27,6 +29,11 @@ class Adapter:
     name: str
     modules: Mapping[str, LoraWeights]
     packed: Tensor | None = None  # all matrices in one buffer, written by Bank.pack
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("adapters", self.packed)
+        for weights in self.modules.values():
+            yield from held("adapters", *weights)
 
     @property
     def rank(self) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
+from windlass.kernels.storages import Held
 from windlass.lora.base import Adapter
 from windlass.lora.peft import AdapterFolder
 from windlass.lora.stored import StoredAdapter, Version
@@ -95,6 +96,10 @@ class AdapterStore:
     @property
     def max_in_memory(self) -> int:
         return self._max_host
+
+    def storages(self) -> Iterator[Held]:
+        for adapter in self._loaded.values():
+            yield from adapter.storages()
 
     # ---- weights -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ A new model is one file and one line in `_NETWORKS`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -17,6 +17,7 @@ from windlass.errors import UnsupportedError
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops
+from windlass.kernels.storages import Held, held
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.stored import StoredWeight
@@ -53,6 +54,12 @@ class Weights(nn.Module):
     """A module that the loader fills from a checkpoint."""
 
     tied = False  # whether the head shares the embedding's weight in the checkpoint
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("weights", *self.parameters(), *self.buffers())
+        for module in self.modules():
+            if isinstance(module, StoredWeight):
+                yield from module.storages()
 
     @property
     def weight_bytes(self) -> int:

@@ -9,7 +9,7 @@ launched when the token arrives, and the device computes the network meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import RowResult, SlotInit, StepPlan, TokenLogprob
 from windlass.kernels.batch import StepBatch
+from windlass.kernels.storages import Held, held
 from windlass.runner.cuda.graphs import Arrival, Backend, CudaBackend
 from windlass.runner.executor import CompletedSamples, Samples
 from windlass.runner.grammar import Grammar, Matchers, open_grammar
@@ -160,6 +161,13 @@ class DeviceSampler:
         self._special: dict[int, _SpecialSlot] = {}
         self._latest: DeviceSamples | None = None
         self._deferred: DeviceSamples | None = None
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("tables", self._params, self._seeds, self._penalties, self._tables)
+        for state in self._special.values():
+            yield from held("tables", state.counts)
+            if state.rules is not None:
+                yield from state.rules.storages()
 
     # ---- slots ---------------------------------------------------------------------------------
 

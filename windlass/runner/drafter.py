@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from windlass.kernels.batch import StepBatch
+from windlass.kernels.storages import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Drafter(Protocol):
 
         The last `siblings` (0 or `num_siblings`) columns are alternatives to the first draft token.
         """
+        ...
+
+    def storages(self) -> Iterator[Held]:
+        """Its weights and its KV pages."""
         ...
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from windlass.kernels.batch import (
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.ops import prompt_spans
 from windlass.kernels.native.pool import Workers
+from windlass.kernels.storages import Held
 from windlass.models.network import Network
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, DrafterInputs
@@ -65,6 +66,8 @@ class Metadata(Protocol):
         """The adapter of each token, from the slot and the number of tokens of each row."""
         ...
 
+    def storages(self) -> Iterator[Held]: ...
+
     def attention(self, inputs: StepInputs) -> AttentionWork | None: ...
 
     def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
@@ -77,6 +80,9 @@ class ReferenceMetadata:
 
     def __init__(self, slots: SlotTables) -> None:
         self._slots = slots
+
+    def storages(self) -> Iterator[Held]:
+        return iter(())
 
     def adapters(
         self, slots: Sequence[int], counts: Sequence[int], batch_invariant: bool
@@ -159,6 +165,9 @@ class EagerExecutor(Executor):
     def refuses(self, shape: StepShape) -> str | None:
         del shape
         return None
+
+    def storages(self) -> Iterator[Held]:
+        return self._metadata.storages()
 
     def attach(self, drafter: Drafter) -> None:
         self._drafter = drafter

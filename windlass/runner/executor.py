@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from windlass.core.types import RowResult, StepPlan, StepResult
+from windlass.kernels.storages import Held
 from windlass.runner.drafter import Drafter
 from windlass.runner.inputs import StepInputs, StepShape
 
@@ -69,6 +71,10 @@ class Executor:
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Start a step that `refuses` accepted. The runner has applied its plan to the slots."""
         raise NotImplementedError
+
+    def storages(self) -> Iterator[Held]:
+        """Its buffers, without the outputs of captured graphs: their memory is measured as a whole."""
+        return iter(())
 
     def prepare(self, plan: StepPlan) -> None:
         """See each plan before it is applied, whichever executor computes it."""

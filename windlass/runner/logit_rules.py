@@ -6,7 +6,7 @@ length of the lists. Penalties and grammars change with every token and live els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.sampling import SamplingParams
+from windlass.kernels.storages import Held, held
 
 _NEVER = float("-inf")
 
@@ -42,6 +43,9 @@ class LogitRules:
     def has_bad_words(self) -> bool:
         """Whether a token may be forbidden because of the tokens before it."""
         return bool(self._bad_words)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.bias)
 
     def add_bias(self, scores: Tensor) -> Tensor:
         """New scores of one row: logit_bias added, tokens that are never allowed at -inf."""

@@ -1,7 +1,6 @@
 """Memory report of the runner, and sleep / wake.
 
-Walks all objects reachable from the runner for tensors, so that a proposer's weights and KV pages
-count as well. Sleep on a CPU returns the pages of the KV cache and the workspace to the system and
+The owners of the memory name it (kernels/storages.py). Sleep on a CPU returns the pages of the KV cache and the workspace to the system and
 writes the weights to a file. Addresses stay valid, so recorded programs work after `wake`.
 """
 
@@ -13,38 +12,21 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import IO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.core.card import MemoryPart, MemoryReport
 from windlass.errors import EngineError, UnsupportedError
 from windlass.folders import cache_folder
-from windlass.kernels.batch import KVCache
-from windlass.kernels.native.program import Program
-from windlass.lora.bank import Bank
-from windlass.lora.store import AdapterStore
-from windlass.models.network import Network
+from windlass.kernels.storages import MemoryKind, Owner
 from windlass.pages import PAGE, give_back, libc, mappings
 from windlass.runner import device as found
 
-WEIGHTS, PAGES, STEPS, ADAPTERS, TABLES = (
-    "weights",
-    "KV cache",
-    "recorded steps",
-    "adapters",
-    "tables",
-)
-# The first owner that reaches a tensor is charged; programs also point at weights.
-_OWNERS: tuple[tuple[str, tuple[type, ...]], ...] = (
-    (PAGES, (KVCache,)),
-    (ADAPTERS, (Bank, AdapterStore)),
-    (WEIGHTS, (Network,)),
-    (STEPS, (Program,)),
-)
-_OURS = "windlass."
+# What sleep writes to a file, and what the next steps write again anyway.
+_RESTORED: tuple[MemoryKind, ...] = ("weights", "adapters")
+_DROPPED: tuple[MemoryKind, ...] = ("KV cache", "recorded steps")
 
 
 class Storage:
@@ -74,56 +56,15 @@ class Storage:
         return memoryview((ctypes.c_char * length).from_address(first)).cast("B")
 
 
-def storages(*roots: object) -> Iterator[tuple[str, Storage]]:
-    """All tensor memory reachable from `roots`, each once, with its owner."""
-    everything = list(_walk(*roots))
+def storages(owners: Iterable[Owner]) -> Iterator[tuple[MemoryKind, Storage]]:
+    """All memory of the owners, each once: the first owner that names it is charged."""
     seen: set[int] = set()
-    for name, classes in _OWNERS:
-        owners = [item for item in everything if isinstance(item, classes)]
-        yield from ((name, storage) for storage in _unseen(_walk(*owners), seen))
-    yield from ((TABLES, storage) for storage in _unseen(everything, seen))
-
-
-def _unseen(items: Iterable[object], seen: set[int]) -> Iterator[Storage]:
-    for item in items:
-        if isinstance(item, Tensor) and item.device.type != "meta":
-            storage = Storage(item)
+    for owner in owners:
+        for kind, tensor in owner.storages():
+            storage = Storage(tensor)
             if storage.num_bytes and storage.address not in seen:
                 seen.add(storage.address)
-                yield storage
-
-
-def _walk(*roots: object) -> Iterator[object]:
-    """Every tensor and every Windlass object reachable from `roots`, each once."""
-    seen: set[int] = set()
-    left = list(roots)
-    while left:
-        item = left.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        yield item
-        left += _inside(item)
-
-
-def _inside(item: object) -> Iterable[object]:
-    if isinstance(item, Tensor | type):
-        return ()
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, list | tuple | set | frozenset):
-        return item
-    if isinstance(item, MethodType):
-        return (item.__self__,)
-    if isinstance(item, nn.Module) or type(item).__module__.startswith(_OURS):
-        return _attributes(item)
-    return ()
-
-
-def _attributes(item: object) -> list[object]:
-    names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-    own = list(getattr(item, "__dict__", {}).values())
-    return own + [getattr(item, name, None) for name in names]
+                yield kind, storage
 
 
 class RunnerMemory:
@@ -133,9 +74,9 @@ class RunnerMemory:
     """
 
     def __init__(
-        self, roots: tuple[object, ...], device: torch.device, measured: dict[str, int]
+        self, owners: Sequence[Owner], device: torch.device, measured: dict[str, int]
     ) -> None:
-        self._roots = roots
+        self._owners = owners
         self._device = device
         self._measured = measured
         self._asleep: tuple[IO[bytes], list[Storage]] | None = None
@@ -143,18 +84,17 @@ class RunnerMemory:
     def held(self) -> MemoryReport:
         sizes: dict[str, list[int]] = {}
         on_cpu = self._device.type == "cpu"
-        for name, storage in storages(*self._roots):
+        for name, storage in storages(self._owners):
             if storage.on_cpu != on_cpu:
                 continue  # pinned staging buffers
             sums = sizes.setdefault(name, [0, 0])
             sums[0] += storage.num_bytes
             sums[1] += _resident(storage) if on_cpu else storage.num_bytes
         known = on_cpu and sys.platform == "linux"
-        parts = {
+        parts: dict[str, MemoryPart] = {
             name: MemoryPart(a, b if known else None) for name, (a, b) in sorted(sizes.items())
         }
-        for name, num_bytes in self._measured.items():
-            parts[name] = MemoryPart(num_bytes)
+        parts |= {name: MemoryPart(num_bytes) for name, num_bytes in self._measured.items()}
         if on_cpu:
             total, files = found.resident_bytes(), _mapped_bytes()
             return MemoryReport(
@@ -182,8 +122,8 @@ class RunnerMemory:
                 f"memory on {self._device.type} ({sys.platform}) cannot be freed while the "
                 "process lives: captured steps hold its addresses."
             )
-        all_there = [(name, each) for name, each in storages(*self._roots) if each.on_cpu]
-        held = [each for name, each in all_there if name in (WEIGHTS, ADAPTERS)]
+        all_there = [(name, each) for name, each in storages(self._owners) if each.on_cpu]
+        held = [each for name, each in all_there if name in _RESTORED]
         writable = _writable()
         # The other storages are memory-mapped files, which the system reads again on access.
         weights = [each for each in held if each.lies_in(writable)]
@@ -197,7 +137,7 @@ class RunnerMemory:
                 f"the weights could not be written to {folder} for the time of the sleep: {error}."
             ) from error
         self._asleep = file, weights
-        for storage in [*held, *(each for name, each in all_there if name in (PAGES, STEPS))]:
+        for storage in [*held, *(each for name, each in all_there if name in _DROPPED)]:
             give_back(*storage.pages())
 
     def wake(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from windlass.kernels.batch import AdapterRows, LogitsIndices, Span, StepBatch
 from windlass.kernels.native.ops import NativeOps, prompt_spans
 from windlass.kernels.native.program import Program, ProgramInputs, ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
+from windlass.kernels.storages import Held
 from windlass.runner import device as found
 from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import CompletedStep, Executor, PendingStep
@@ -40,6 +41,11 @@ class ProgramExecutor(Executor):
     def choice(self) -> Choice:
         size = f"{self._program.num_commands} commands, {found.gib(self._program.num_bytes)}"
         return Choice(_WHAT, f"one native call ({size})", "every operation is native")
+
+    def storages(self) -> Iterator[Held]:
+        for program in (self._program, self._adapted):
+            if program is not None:
+                yield from program.storages()
 
     def attach_adapters(self) -> None:
         self._adapted = self._recorded(partial(self._rehearse, adapted=True))

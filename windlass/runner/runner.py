@@ -6,12 +6,13 @@ eager.py on any device, program.py on the CPU, cuda/ with captured graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from windlass.core.types import BlockId, SlotId, StepPlan, StepResult
 from windlass.errors import EngineError, OutOfMemory
+from windlass.kernels.storages import Held
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.runner.drafter import Drafter
@@ -51,6 +52,14 @@ class Runner:
     def max_mixed_tokens(self) -> int:
         """Max tokens of a mixed step that a captured graph covers. Such a graph verifies no drafts."""
         return max(each.max_mixed_tokens for each in self._executors)
+
+    def storages(self) -> Iterator[Held]:
+        """All tensors of the runner and its parts."""
+        parts = self._parts
+        shared = (parts.network, parts.cache, parts.slots, parts.sampling, parts.gemm)
+        for part in (*shared, *self._executors, self._bank, self._drafter):
+            if part is not None:
+                yield from part.storages()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""

@@ -6,7 +6,7 @@ The mathematics is in filters.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import SlotInit, TokenLogprob
 from windlass.kernels.ops import Ops
+from windlass.kernels.storages import Held, held
 from windlass.runner import filters
 from windlass.runner.grammar import Grammar, Matchers, open_grammar
 from windlass.runner.logit_rules import LogitRules
@@ -60,6 +61,12 @@ class Sampler:
         self._device = device
         self.grammars: Matchers | None = None  # None: no structured outputs
         self._slots: dict[int, SlotState] = {}
+
+    def storages(self) -> Iterator[Held]:
+        for state in self._slots.values():
+            yield from held("tables", state.counts, state.seen)
+            if state.rules is not None:
+                yield from state.rules.storages()
 
     def admit(self, new: SlotInit) -> None:
         """Initialise a slot from a request and the tokens that it generated before a preemption."""

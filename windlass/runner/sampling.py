@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor
 
 from windlass.core.types import RowResult, StepPlan
 from windlass.kernels.batch import StepBatch
+from windlass.kernels.storages import Held
 from windlass.runner.executor import CompletedSamples, Samples
 from windlass.runner.grammar import Matchers
 from windlass.runner.inputs import StepInputs
@@ -20,6 +22,8 @@ class Sampling(Protocol):
     """Owns the sampling state of all slots, and stores the last sampled token of each."""
 
     grammars: Matchers | None  # None: no structured outputs
+
+    def storages(self) -> Iterator[Held]: ...
 
     def apply(self, plan: StepPlan) -> None:
         """Forget freed slots and initialise admitted ones."""
@@ -46,6 +50,9 @@ class HostSampling:
     @grammars.setter
     def grammars(self, grammars: Matchers | None) -> None:
         self.sampler.grammars = grammars
+
+    def storages(self) -> Iterator[Held]:
+        return self.sampler.storages()
 
     def apply(self, plan: StepPlan) -> None:
         for slot in plan.freed:

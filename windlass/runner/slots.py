@@ -5,7 +5,7 @@ The host copy of the tables is authoritative. A CUDA device has its own copy, up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.core.types import BlockId, Row, SlotId, StepPlan
+from windlass.kernels.storages import Held, held
 
 
 class SlotTables:
@@ -43,6 +44,9 @@ class SlotTables:
         # Last sampled token by slot.
         self.last = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.last_on_host: NDArray[Any] = self.last.numpy() if on_cpu else np.empty(0)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.tables, self.last)
 
     def clear(self, slots: Sequence[SlotId]) -> None:
         """Point all table entries of these slots to the scratch block."""

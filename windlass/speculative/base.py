@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from windlass.models.source import ModelFiles
 from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
+    from windlass.kernels.storages import Held
     from windlass.runner.assemble import Assembled, Loaded
     from windlass.runner.executor import PendingStep
 
@@ -48,6 +49,8 @@ class Submits(Protocol):
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
+    def storages(self) -> Iterator[Held]: ...
+
 
 class Proposer(Protocol):
     """Makes draft tokens. Owns its per-slot state."""
@@ -77,6 +80,10 @@ class Proposer(Protocol):
 
         A free proposer may draft more tokens than `draft_length`.
         """
+        ...
+
+    def storages(self) -> Iterator[Held]:
+        """All tensors that it holds, without those of the runner."""
         ...
 
 

@@ -24,6 +24,7 @@ from windlass.core.types import (
     StepResult,
 )
 from windlass.kernels.batch import KVCache
+from windlass.kernels.storages import Held
 from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
 from windlass.runner.executor import PendingStep
@@ -132,6 +133,9 @@ class DraftRunnerProposer:
         self._slots: dict[SlotId, _SlotState] = {}
         self._freed: list[SlotId] = []
         self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
+
+    def storages(self) -> Iterator[Held]:
+        return self._draft_runner.runner.storages()
 
     def admit(self, new: SlotInit) -> None:
         self._slots[new.slot] = _SlotState(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from windlass.errors import CheckpointError
 from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
+from windlass.kernels.storages import Held
 from windlass.layers.linear import Linear
 from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of, steps_of
 from windlass.models.hparams import HParams
@@ -69,6 +70,10 @@ class EagleDrafter:
             tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
+
+    def storages(self) -> Iterator[Held]:
+        yield from self._head.storages()
+        yield from self._cache.storages()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy(pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from windlass.speculative.speculators import NORMS, flatten_config, verifier_of
 if TYPE_CHECKING:
     import torch
 
+    from windlass.kernels.storages import Held
     from windlass.runner.assemble import Assembled
     from windlass.runner.drafter import Drafter
 
@@ -174,6 +175,10 @@ class HeadProposer:
 
     def __init__(self) -> None:
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
+
+    def storages(self) -> Iterator[Held]:
+        """Nothing: the runner holds the drafter."""
+        return iter(())
 
     def admit(self, new: SlotInit) -> None:
         """Do nothing: the runner admits the slot."""

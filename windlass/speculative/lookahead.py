@@ -9,7 +9,7 @@ the next iteration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from windlass.core.types import Draft, SlotId, SlotInit
 from windlass.speculative.base import Proposer, SlotUpdate, SpeculationContext
 
 if TYPE_CHECKING:
+    from windlass.kernels.storages import Held
     from windlass.runner.assemble import Assembled
 
 _NGRAM = 5  # tokens of a pool entry; the first is its key
@@ -108,6 +109,10 @@ class LookaheadProposer:
         self._max_draft_tokens = max_draft_tokens
         self._slots: dict[SlotId, Pool] = {}
         self._unread: dict[SlotId, list[int]] = {}  # tokens of slots without a pool
+
+    def storages(self) -> Iterator[Held]:
+        """Nothing: it reads tokens only."""
+        return iter(())
 
     def admit(self, new: SlotInit) -> None:
         self._unread[new.slot] = list(new.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from windlass.errors import CheckpointError, ConfigError
+from windlass.kernels.storages import Held, held
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.fields import Fields
 from windlass.models.network import Network
@@ -98,6 +99,12 @@ class MedusaDrafter:
         assert weights.matrices is not None
         own = (weights.blocks, weights.matrices, weights.d2t)
         return most_likely(inputs.hidden, inputs.read, *own, count, siblings)
+
+    def storages(self) -> Iterator[Held]:
+        weights = self._weights
+        for block in weights.blocks:
+            yield from held("weights", *block)
+        yield from held("weights", weights.matrices, weights.d2t)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         del pairs

@@ -6,7 +6,7 @@ Costs a dictionary entry per token and touches no tensor. Where the output repea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from windlass.core.types import Draft, SlotId, SlotInit
 from windlass.speculative.base import NO_DRAFT, Proposer, SlotUpdate, SpeculationContext
 
 if TYPE_CHECKING:
+    from windlass.kernels.storages import Held
     from windlass.runner.assemble import Assembled
 
 
@@ -82,6 +83,10 @@ class NgramProposer:
         self._max_draft_tokens = max_draft_tokens
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
+
+    def storages(self) -> Iterator[Held]:
+        """Nothing: it reads tokens only."""
+        return iter(())
 
     def admit(self, new: SlotInit) -> None:
         self._slots[new.slot] = Index(*self._lengths)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
 from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
+from windlass.kernels.storages import Held
 from windlass.runner.executor import PendingStep
 from windlass.speculative.base import Proposer, SlotUpdate, Submits, slot_update
 
@@ -55,6 +56,10 @@ class SpeculativeRunner:
         self._pending: deque[_PendingDrafts] = deque()
         # Whether the proposer computes tokens of its own, outside the runner's steps.
         self._computes = not (proposer.free or proposer.in_step)
+
+    def storages(self) -> Iterator[Held]:
+        yield from self._runner.storages()
+        yield from self._proposer.storages()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step and wait for it; its results carry drafts if the plan asks for them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits
@@ -13,7 +15,11 @@ from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.measure import MeasureLimits, measure, spot_check
-from windlass.speculative.measurement_cache import machine_load, open_measurement_cache
+from windlass.speculative.measurement_cache import (
+    MeasurementCache,
+    machine_load,
+    open_measurement_cache,
+)
 from windlass.speculative.registry import PRELAUNCHES, WRITES_KV_AHEAD, cost_key, open_loader
 from windlass.speculative.runner import SpeculativeRunner
 
@@ -111,11 +117,10 @@ class SpeculationSetup:
         )
         return StartedSpeculation(SpeculativeRunner(made.runner, proposer), choice, facts)
 
-    def check_costs(self, disagreement: float) -> None:
-        """Drop cached costs that running steps disagree with, so that the next start measures."""
-        if disagreement > _MAX_DISAGREEMENT and self._cache.get(self._costs_name) is not None:
-            self._cache.drop(self._costs_name)
-            self._cache.save()
+    @property
+    def check_costs(self) -> Callable[[float], None]:
+        """Drops cached costs that running steps disagree with. Keeps the cache alive, not the setup."""
+        return partial(_check_cached_costs, self._cache, self._costs_name)
 
     def _costs(
         self, made: Assembled, proposer: Proposer, limits: MeasureLimits
@@ -139,3 +144,10 @@ class SpeculationSetup:
         costs = measure(made.runner, proposer, limits)
         self._cache.put(name, {"room": size, "found": costs.to_json()})
         return costs, source
+
+
+def _check_cached_costs(cache: MeasurementCache, name: str, disagreement: float) -> None:
+    """Drop cached costs that running steps disagree with, so that the next start measures."""
+    if disagreement > _MAX_DISAGREEMENT and cache.get(name) is not None:
+        cache.drop(name)
+        cache.save()

@@ -178,10 +178,8 @@ class NativeGemm(RowReader):
         is_int4 = self._weight.kind == _Kind.INT4
         return is_int4 and bool(self._pool.functions.windlass_has_prompt_gemm())
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self._data, self._perm, self._table)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self._data, self._perm, self._table, self._input_scale
 
     @property
     def address(self) -> int:

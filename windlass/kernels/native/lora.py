@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.lora import LoraKernel, Stacks
 from windlass.kernels.native.commands import Call, Op, Step
 from windlass.kernels.native.pool import Pool
+from windlass.kernels.storages import Held, held
 
 
 class NativeLora(LoraKernel):
@@ -17,6 +20,9 @@ class NativeLora(LoraKernel):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._shapes: dict[int, Tensor] = {}  # by address of `down`; commands point into them
+
+    def storages(self) -> Iterator[Held]:
+        return held("adapters", *self._shapes.values())
 
     def begin(self, x: Tensor, stacks: Stacks, adapters: AdapterRows) -> Tensor:
         del stacks, adapters

@@ -6,7 +6,7 @@ Each step passes its number of tokens and rows. Buffers with disjoint lifetimes 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from windlass.errors import ConfigError
 from windlass.kernels.native.commands import TOKENS, Command, Op, Step
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.native.record import Buffer, Recorded, Recording, fuse
+from windlass.kernels.storages import Held, held
 
 _ALIGNMENT = 64  # bytes: buffers begin at a cache line
 
@@ -134,6 +135,10 @@ class Program:
     @property
     def num_bytes(self) -> int:
         return self._memory.nbytes
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("recorded steps", self._memory)
+        yield from self._recording.storages()
 
     def run(self, inputs: ProgramInputs, draw: bool) -> None:
         """Compute a step; with `draw` also the argmax of each row."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.kernels.native.commands import SAMPLED, TOKENS, WRITTEN, Call, LinearFlag, Op
+from windlass.kernels.storages import Held, held
 
 _aten = torch.ops.aten
 _UNINITIALISED = (_aten.empty_like.default, _aten.new_empty.default)
@@ -71,6 +72,11 @@ class Recording(TorchDispatchMode):
         self.calls: list[Recorded] = []
         self._buffers: dict[int, Buffer] = {}  # by address
         self._tensors: list[Tensor] = []  # kept alive, so that no address is reused
+        self._biases: list[Tensor] = []  # in float32; commands point into them
+
+    def storages(self) -> Iterator[Held]:
+        yield from held("recorded steps", *self._tensors)
+        yield from held("weights", *self._biases)
 
     def buffer_of(self, tensor: Tensor) -> Buffer:
         found = self._buffers.get(tensor.data_ptr())
@@ -142,7 +148,7 @@ class Recording(TorchDispatchMode):
         if bias.data_ptr() in self._buffers or bias.shape != x.shape[1:]:
             raise Unrecordable("aten.add of two tensors of the step is not native")
         bias = bias.detach().float().contiguous()
-        self._tensors.append(bias)
+        self._biases.append(bias)
         producers = self._producers(x)
         sum_buffer = self._track(result, len(x), producers[0].rows)
         for producer in producers:

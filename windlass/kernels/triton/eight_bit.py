@@ -7,6 +7,7 @@ weights and per 128 inputs of a token. One kernel serves any number of rows.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from torch import Tensor
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.packed import Float8, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
+from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
@@ -155,9 +157,12 @@ class Int8Gemm(Prepared):
         values = self._splits(_FEW_ROWS) * _FEW_ROWS * self._num_out
         space.reserve(self._codes.device, values, self._tiles)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self._codes, self._scales, self._input_scale
+
+    def storages(self) -> Iterator[Held]:
+        yield from super().storages()
+        yield from self._space.storages()
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)

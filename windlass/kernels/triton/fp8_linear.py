@@ -7,7 +7,7 @@ outputs (gemm_io.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs, UnscaledOutputs
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
+from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
 from windlass.kernels.triton.quantise import allocate, quantise_rows
@@ -74,6 +75,9 @@ class ScaledGemm:
         self._sum_divisor = torch.full((), 1 / _SUM_SCALE, device=scales.device)
         self._one = torch.ones((), device=scales.device)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.scales, self._raw_scales, self._sum_divisor, self._one
+
     def apply(self, x: QuantisedInputs, codes: Tensor) -> Tensor:
         """The GEMM with its scales."""
         return _gemm(x, codes, x.scales, self.scales[None, :])
@@ -112,9 +116,12 @@ class Fp8Gemm(Prepared):
         values = max(self._splits(True), self._splits(False)) * _FEW_ROWS * self._num_out
         space.reserve(self._codes.device, values, self._tiles + 1)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self._codes, self._input_scale, *self._many.tensors()
+
+    def storages(self) -> Iterator[Held]:
+        yield from super().storages()
+        yield from self._space.storages()
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         del num_rows

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from windlass.kernels.gemm import Norm, OverlappedGemm, TorchGemm, batch_invariant_linear
 from windlass.kernels.gemm_io import Inputs, Outputs
+from windlass.kernels.storages import Held
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.skinny import Tiling
@@ -60,6 +61,9 @@ class TunedGemm(TorchGemm):
         if self._space is not None:
             twin._space = _workspace(self._space.counters.device)
         return twin
+
+    def storages(self) -> Iterator[Held]:
+        return iter(()) if self._space is None else self._space.storages()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._batch_invariant:

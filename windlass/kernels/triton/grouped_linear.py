@@ -8,6 +8,7 @@ in fp8.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from torch.nn.functional import linear, pad
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
+from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
@@ -151,10 +153,13 @@ class GroupQuantGemm(RowReader):
         )
         space.reserve(self._codes.device, values, self._tiles)
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self._codes, self._scales, self._offsets, self._perm)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        scales = () if self._in_fp8 is None else self._in_fp8.tensors()
+        return self._codes, self._scales, self._offsets, self._perm, *scales
+
+    def storages(self) -> Iterator[Held]:
+        yield from super().storages()
+        yield from self._space.storages()
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         if num_rows <= _MAX_FUSED_ROWS or self._in_fp8 is None or self._perm is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
+
+from windlass.kernels.storages import Held, held
 
 
 @triton.jit
@@ -32,6 +36,9 @@ class SplitWorkspace:
     def __init__(self) -> None:
         self.partial_sums = torch.empty(0)
         self.counters = torch.empty(0)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.partial_sums, self.counters)
 
     def reserve(self, device: torch.device, num_values: int, num_counters: int) -> None:
         """Grow the workspace for one more GEMM. Call it before any launch."""

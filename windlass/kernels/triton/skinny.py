@@ -8,6 +8,7 @@ pass. For few rows the last program may also add the residual and normalise, whi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.storages import Held, held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import add_splits
 
@@ -207,6 +209,9 @@ class Workspace:
         )
         self.partial_sums = torch.empty(rows * max_outputs, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_outputs + 1, dtype=torch.int32, device=device)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.partial_sums, self.counters)
 
 
 def _block_k(size: int) -> int:

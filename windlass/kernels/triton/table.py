@@ -7,6 +7,7 @@ in 16 bits. A fused kernel serves few rows; many rows share a weight that is deq
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from torch.nn.functional import linear
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
+from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
@@ -170,10 +172,12 @@ class CodebookGemm(RowReader):
         values = self._splits * _MAX_FUSED_ROWS * self._num_out
         space.reserve(self._codes.device, values, self._tiles)
 
-    @property
-    def num_bytes(self) -> int:
-        tensors = (self._codes, self._table, self._scales, self._sub_scales)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self._codes, self._table, self._scales, self._sub_scales
+
+    def storages(self) -> Iterator[Held]:
+        yield from super().storages()
+        yield from self._space.storages()
 
     def apply(self, x: Inputs) -> Tensor:
         assert isinstance(x, Tensor)

@@ -8,7 +8,7 @@ on the device, so the host plans and launches it while they are being copied bac
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows, StepBatch
+from windlass.kernels.storages import Held
 from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.device_sampler import DeviceSampler
@@ -77,6 +78,9 @@ class DecodeGraphs(Executor):
     def _view(self, shape: DecodeShape) -> NDArray[Any]:
         numbers = shape.numbers * shape.size
         return self._inputs.stage()[:numbers].reshape(shape.numbers, shape.size)
+
+    def storages(self) -> Iterator[Held]:
+        return self._inputs.storages()
 
     def refuses(self, shape: StepShape) -> str | None:
         if not shape.decodes or shape.max_row_tokens > 1:

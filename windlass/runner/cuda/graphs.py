@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from windlass.kernels.storages import Held, held
 
 Key = TypeVar("Key", bound=Hashable)
 Outputs = TypeVar("Outputs")
@@ -105,6 +107,9 @@ class StagedInputs:
     def __init__(self, backend: Backend, size: int, device: torch.device) -> None:
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self._on_host = [backend.host_buffer(size) for _ in "ab"]
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.on_device, *self._on_host)
 
     def stage(self) -> NDArray[Any]:
         """The host buffer to fill for the next step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windlass.core.types import Row
 from windlass.kernels.batch import AdapterRows, AttentionWork, Span, StepBatch
+from windlass.kernels.storages import Held, held
 from windlass.runner.adapters import in_tiles
 from windlass.runner.inputs import StepInputs
 from windlass.runner.slots import SlotTables, to_device
@@ -66,6 +67,9 @@ class DeviceMetadata:
         self.indices = torch.arange(count, dtype=torch.int32, device=device)
         self.counters = torch.zeros(count * num_kv_heads, dtype=torch.int32, device=device)
         self.no_tiles = torch.empty((0, 5), dtype=torch.int32, device=device)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self.indices, self.counters)
 
     def splits(self, num_rows: int) -> int:
         return num_splits(num_rows, self.num_kv_heads, self._multiprocessors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.kernels.batch import LORA_TILE, AdapterRows, AttentionWork, LogitsIndices, StepBatch
+from windlass.kernels.storages import Held
 from windlass.runner.adapters import lora_tiles
 from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
 from windlass.runner.cuda.metadata import DeviceMetadata, attention_tiles
@@ -229,6 +230,10 @@ class MixedGraphs(Executor):
 
     def _run(self, shape: GraphShape) -> tuple[Tensor, Tensor]:
         return self._forward(shape, shape.parts(self._staged(shape).on_device))
+
+    def storages(self) -> Iterator[Held]:
+        for inputs in self._inputs.values():
+            yield from inputs.storages()
 
     def refuses(self, shape: StepShape) -> str | None:
         if shape.needs_all_hidden or shape.scores_prompts:

@@ -11,6 +11,7 @@ a verification of few rows tries them beside the draft tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from windlass.core.types import RowResult, StepPlan
 from windlass.kernels.batch import AttentionWork, StepBatch
+from windlass.kernels.storages import Held, held
 from windlass.runner.cuda.graphs import GraphSet
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.prelaunch import LaunchedVerification, PendingVerification, Prelaunched
@@ -96,6 +98,9 @@ class InputRows:
         self._device = device
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
+    def storages(self) -> Iterator[Held]:
+        return held("tables", *self._buffers.values())
+
     def of(self, size: int, width: int) -> Tensor:
         if (size, width) not in self._buffers:
             shape = (size, 3 + width)
@@ -107,6 +112,8 @@ class Forward(Protocol):
     """Computes a verification from its input rows, and writes those of the next one."""
 
     def attach(self, drafter: Drafter) -> None: ...
+
+    def storages(self) -> Iterator[Held]: ...
 
     def forget_siblings(self, slots: list[int]) -> None:
         """Drop the siblings of rows that are sampled again, which ignores siblings."""
@@ -186,6 +193,11 @@ class VerifyGraphs(Executor):
         """Restore the last sampled tokens that a discarded pre-launch has overwritten."""
         slots = [each.slot for each in ahead.following]
         self._slots.set_last(slots, [each.tokens[0] for each in ahead.following])
+
+    def storages(self) -> Iterator[Held]:
+        yield from self._rows.storages()
+        yield from held("tables", *self._sent.values())
+        yield from self._forward.storages()
 
     def refuses(self, shape: StepShape) -> str | None:
         if not shape.has_drafts and not shape.draft_length:
@@ -314,6 +326,9 @@ class VerifyForward:
         if drafter.num_siblings and self._parts.cache.pages is not None:
             shape = (slots.num_slots + 1, 1 + drafter.num_siblings)
             self._siblings = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self._siblings)
 
     def forget_siblings(self, slots: list[int]) -> None:
         if self._siblings is not None and slots:
