@@ -62,7 +62,9 @@ BELOW: dict[str, set[str]] = {
     "cli": {"tools"},
 }
 # The runner's side imports only plain values from core.
-TYPES = {"windlass.core." + name for name in ("card", "sampling", "tokenizer", "types")}
+TYPES = {
+    f"windlass.core.{name}" for name in ("card", "kv_layout", "sampling", "tokenizer", "types")
+}
 TYPES |= {"windlass.core.speculation." + name for name in ("costs", "facts")}
 # Of text/, the computing side uses the matcher that follows one request's grammar.
 MATCHER = "windlass.text.grammar.matcher"

@@ -413,7 +413,7 @@ def make_scheduler(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=max_model_len,
-            block_size=capacity.block_size,
+            layout=capacity.layout,
             num_blocks=capacity.num_blocks,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             chunked_prefill=settings.enable_chunked_prefill,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from windlass.core.blocks import BlockPool
+from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
@@ -203,7 +204,7 @@ def limits(**changes) -> SchedulerLimits:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
-        "block_size": 4,
+        "layout": KVLayout.unsized(changes.pop("block_size", 4)),
         "num_blocks": 32,
     }
     return SchedulerLimits(**{**values, **changes})

@@ -5,10 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
+from windlass.core.kv_layout import KVLayout
 from windlass.kernels import reference, torch_attention
-from windlass.kernels.batch import KVCache, LayerKV, Span, StepBatch
+from windlass.kernels.batch import KVCache, LayerKV, Span, StepBatch, attention_layout
 
 CPU = torch.device("cpu")
+
+
+def make_layout(
+    num_layers: int, page: tuple[int, int, int], dtype: torch.dtype, window: int | None = None
+) -> KVLayout:
+    """A layout of pages [kv_heads, block_size, dim]."""
+    heads, size, dim = page
+    windows = [window] * num_layers
+    return attention_layout(windows, num_kv_heads=heads, dim=dim, block_size=size, dtype=dtype)
+
+
+def make_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> KVCache:
+    """A cache of [blocks, kv_heads, block_size, dim]."""
+    num_blocks, *page = shape
+    return KVCache(make_layout(num_layers, tuple(page), dtype), num_blocks, dtype, CPU)
 
 
 def make_batch(
@@ -84,7 +100,7 @@ def test_soft_cap_bounds_the_scores() -> None:
 
 
 def test_copy_reads_all_sources_before_it_writes() -> None:
-    cache = KVCache(2, (4, 1, 2, 3), torch.float32, CPU)
+    cache = make_cache(2, (4, 1, 2, 3), torch.float32)
     for layer in cache.layers:
         layer.keys[:] = torch.arange(4.0)[:, None, None, None]
     cache.copy([(0, 1), (1, 2)])
@@ -93,7 +109,7 @@ def test_copy_reads_all_sources_before_it_writes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pages_are_zero_and_have_their_dtype(dtype: torch.dtype) -> None:
-    cache = KVCache(1, (3, 2, 4, 8), dtype, CPU)
+    cache = make_cache(1, (3, 2, 4, 8), dtype)
     assert cache.layers[0].keys.dtype == dtype
     assert not cache.layers[0].values.any()
     assert cache.num_bytes == 2 * 3 * 2 * 4 * 8 * dtype.itemsize

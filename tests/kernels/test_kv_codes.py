@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_attention import CPU, make_batch
+from tests.kernels.test_attention import make_batch, make_cache, make_layout
 from windlass.kernels import batch_invariant_attention, reference, torch_attention
 from windlass.kernels.batch import (
     MAX_CODE,
@@ -13,7 +13,6 @@ from windlass.kernels.batch import (
     KVCache,
     LayerKV,
     StepBatch,
-    kv_token_bytes,
 )
 
 CODES = [torch.int8, torch.float8_e4m3fn]
@@ -58,7 +57,7 @@ def write(dtype: torch.dtype, counts: list[int]) -> KVCache:
     random = torch.Generator().manual_seed(1)
     qkv = torch.randn(24, 8 * 16, generator=random).bfloat16()
     table = torch.rand(24, 16, generator=random)
-    cache = KVCache(1, (4, 2, 8, 16), dtype, CPU)
+    cache = make_cache(1, (4, 2, 8, 16), dtype)
     start = 0
     for count in counts:
         positions = torch.arange(start, start + count)
@@ -107,7 +106,7 @@ def test_all_attention_implementations_read_codes(dtype: torch.dtype, window: in
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_copy_includes_the_scales(dtype: torch.dtype) -> None:
-    cache = KVCache(2, (4, 1, 2, 3), dtype, CPU)
+    cache = make_cache(2, (4, 1, 2, 3), dtype)
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
             tensor[:] = torch.arange(4.0).view(4, *[1] * (tensor.ndim - 1)).to(tensor.dtype)
@@ -118,10 +117,12 @@ def test_copy_includes_the_scales(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*CODES, torch.bfloat16, torch.float32])
-def test_kv_token_bytes_matches_the_cache(dtype: torch.dtype) -> None:
-    cache = KVCache(3, (5, 2, 8, 64), dtype, CPU)
-    assert cache.num_bytes == 5 * 8 * kv_token_bytes(3, 2, 64, dtype)
+def test_the_bytes_of_the_layout_match_the_cache(dtype: torch.dtype) -> None:
+    cache = make_cache(3, (5, 2, 8, 64), dtype)
+    assert cache.num_bytes == 5 * make_layout(3, (2, 8, 64), dtype).block_bytes
     assert (cache.layers[0].key_scales is None) == (dtype not in CODES)
     if dtype in CODES:
-        bf16 = kv_token_bytes(3, 2, 128, torch.bfloat16)
-        assert bf16 / kv_token_bytes(3, 2, 128, dtype) == pytest.approx(1.94, abs=0.005)
+        bf16, coded = (
+            make_layout(3, (2, 8, 128), kind).token_bytes for kind in (torch.bfloat16, dtype)
+        )
+        assert bf16 / coded == pytest.approx(1.94, abs=0.005)

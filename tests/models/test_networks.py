@@ -18,7 +18,7 @@ from windlass.kernels.select import Need, select
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
-from windlass.models.network import Parts, make_network
+from windlass.models.network import Parts, kv_layout, make_network
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.slots import SlotTables
 
@@ -82,7 +82,7 @@ def our_logits(
     parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
-    cache = KVCache(spec.num_layers, (16, spec.num_kv_heads, 4, spec.head_dim), torch.float32, CPU)
+    cache = KVCache(kv_layout(spec, 4, torch.float32), 16, torch.float32, CPU)
     slots = SlotTables(1, 16, 4, CPU)
     admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]

@@ -17,7 +17,7 @@ from tests.steps import make_batch
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
-from windlass.kernels.batch import KVCache
+from windlass.kernels.batch import KVCache, attention_layout
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.runner.assemble import Loaded, load_network
@@ -89,10 +89,15 @@ def loaded(model: Path, **options: Any) -> Loaded:
 def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     """Logits of every position of one prompt."""
     network, parts = made.network, made.parts
-    attention = network.model.layers[0].self_attn
-    heads = attention.heads
-    shape = (16, heads.num_kv, 16, heads.dim)
-    cache = KVCache(len(network.model.layers), shape, parts.dtype, parts.device)
+    heads = network.model.layers[0].self_attn.heads
+    layout = attention_layout(
+        [None] * len(network.model.layers),
+        num_kv_heads=heads.num_kv,
+        dim=heads.dim,
+        block_size=16,
+        dtype=parts.dtype,
+    )
+    cache = KVCache(layout, 16, parts.dtype, parts.device)
     slots = SlotTables(1, 16, 16, parts.device)
     slot_init = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     blocks = tuple(range(-(-len(ids) // 16)))

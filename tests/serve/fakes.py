@@ -17,6 +17,7 @@ from pathlib import Path
 from windlass.config import GrammarConfig
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, EngineReport, MemoryPart, MemoryReport, ModelCard
+from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import Row, RowResult, SlotInit, StepPlan, StepResult, TokenLogprob
@@ -158,12 +159,12 @@ class Options:
 
 
 def build_engine(options: Options) -> tuple[Engine, EngineReport]:
-    block_size = 16
+    layout = KVLayout.unsized(16)
     limits = SchedulerLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=4096,
         max_model_len=options.max_model_len,
-        block_size=block_size,
+        layout=layout,
         num_blocks=options.num_blocks,
     )
     # Grammars are compiled, but the runner ignores them.
@@ -178,7 +179,7 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         vocab_size=VOCAB,
         capacity=Capacity(
             num_blocks=options.num_blocks,
-            block_size=block_size,
+            layout=layout,
             bytes_per_block=1024,
             reason="set by the test",
         ),

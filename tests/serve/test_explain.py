@@ -11,6 +11,7 @@ import pytest
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, counting
 from windlass.core.card import Capacity, EngineReport
+from windlass.core.kv_layout import KVLayout
 from windlass.core.trace import BLOCKERS, Chunk, RequestTrace
 from windlass.core.types import Timeline
 from windlass.serve.explain import explain_trace, trace_json
@@ -22,7 +23,7 @@ REPORT = EngineReport(
     max_num_batched_tokens=512,
     vocab_size=1000,
     capacity=Capacity(
-        num_blocks=100, block_size=16, bytes_per_block=2**20, reason="set by the test"
+        num_blocks=100, layout=KVLayout.unsized(16), bytes_per_block=2**20, reason="set by the test"
     ),
 )
 

@@ -12,6 +12,7 @@ import pytest
 from tests.serve.conftest import running, wait_until
 from tests.serve.fakes import CARD, Options, counting
 from windlass.core.blocks import BlockPool
+from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Fcfs, Policy, Priority
 from windlass.core.sampling import SamplingParams
@@ -126,7 +127,11 @@ def test_an_engine_without_tokens_fails_the_probe(stats: EngineStats) -> None:
 @pytest.mark.parametrize("policy", [Fcfs(), Priority()])
 def test_a_probe_goes_first_under_every_policy(policy: Policy) -> None:
     limits = SchedulerLimits(
-        max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, block_size=16, num_blocks=8
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        layout=KVLayout.unsized(16),
+        num_blocks=8,
     )
     scheduler = Scheduler(limits, BlockPool(8), policy=policy)
     priorities: dict[str, int] = {"first": 0, "urgent": -(2**31) + 1, "probe": PROBE_PRIORITY}

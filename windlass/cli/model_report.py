@@ -50,7 +50,7 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "estimate": {
             "weight_bytes": network.weight_bytes,
             "table_bytes": network.table_bytes,
-            "kv_bytes_per_token": blueprint.kv_format.token_bytes,
+            "kv_bytes_per_token": blueprint.kv_format.layout.token_bytes,
         },
     }
     if list_tensors:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.core.kv_layout import KVLayout
 from windlass.core.tokenizer import Tokenizer
 
 
@@ -28,13 +29,18 @@ class Capacity:
     """The number of KV blocks, and the reason for it."""
 
     num_blocks: int
-    block_size: int
-    bytes_per_block: int
+    layout: KVLayout
+    bytes_per_block: int  # of the layout and of a proposer's KV beside it
     reason: str  # "5.9 GiB of 23.5 GiB free (share 0.25), 720.0 KiB per block"
 
     @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that all groups of the layout can keep."""
+        return self.num_blocks // len(self.layout.groups) * self.block_size
 
 
 @dataclass(frozen=True, slots=True)

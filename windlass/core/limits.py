@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windlass.core.kv_layout import KVLayout
 from windlass.core.sampling import SamplingParams
 from windlass.errors import CapacityError, ConfigError, RequestError
 
@@ -15,7 +16,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
+    layout: KVLayout
     num_blocks: int
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
@@ -31,6 +32,10 @@ class SchedulerLimits:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) to --max-model-len "
                 f"({self.max_model_len}), lower the latter, or drop --no-enable-chunked-prefill."
             )
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
 
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
         """Maximum number of tokens to generate. Raises if the request can never fit."""

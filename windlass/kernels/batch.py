@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.core.kv_layout import KVGroup, KVLayout
+from windlass.errors import UnsupportedError
 from windlass.kernels.storages import Held, held
 
 # Code types of a quantised KV cache, and the code of the largest magnitude of a token's head.
@@ -46,6 +48,7 @@ class LayerKV:
     values: Tensor
     key_scales: Tensor | None = None  # [blocks, kv_heads, block_size]
     value_scales: Tensor | None = None
+    group: int = 0  # of the layout: which block table finds the pages
 
     @property
     def block_size(self) -> int:
@@ -64,34 +67,63 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return raw.view(dtype).view(shape)
 
 
-def kv_token_bytes(num_layers: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-    """Bytes per token of a KV cache of `dtype`, including scales."""
-    scale_bytes = SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0
-    return 2 * num_layers * num_kv_heads * (dim * dtype.itemsize + scale_bytes)
+def attention_layout(
+    windows: Sequence[int | None],
+    *,
+    num_kv_heads: int,
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> KVLayout:
+    """The KV layout of attention layers, given the window of each; None: full attention."""
+    groups = [
+        KVGroup(
+            kind="full" if window is None else "window",
+            layers=(layer,),
+            page=(2, num_kv_heads, block_size, dim),
+            item_bytes=dtype.itemsize,
+            scale_bytes=SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0,
+            window=window,
+        )
+        for layer, window in enumerate(windows)
+    ]
+    return KVLayout.of(groups, block_size)
 
 
 class KVCache:
-    """Owns the pages of all layers."""
+    """Owns the pages of all layers. Groups use the same pages, since a block belongs to one of them."""
 
     def __init__(
-        self,
-        num_layers: int,
-        shape: tuple[int, int, int, int],  # blocks, kv_heads, block_size, dim
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Each [layers, 2 (keys, values), ...]; a `LayerKV` holds views of one layer.
-        self._owned = [_zeros((num_layers, 2, *shape), dtype, device)]
+        pages = {group.page for group in layout.groups}
+        if len(pages) > 1 or {len(page) for page in pages} != {4}:
+            kinds = ", ".join(group.kind for group in layout.groups)
+            raise UnsupportedError(
+                f"KV groups of the kinds {kinds} with pages {sorted(pages)}: only keys and values of "
+                "one shape can be allocated."
+            )
+        (two, *shape) = pages.pop()
+        # Each [page slots, 2 (keys, values), blocks, ...]; a `LayerKV` holds views of one slot.
+        slots = (layout.num_page_slots, two, num_blocks)
+        self._owned = [_zeros((*slots, *shape), dtype, device)]
         if dtype in MAX_CODE:
-            self._owned.append(_zeros((num_layers, 2, *shape[:3]), SCALE_DTYPE, device))
-        self.layers = [self._layer(layer) for layer in range(num_layers)]
+            self._owned.append(_zeros((*slots, *shape[:2]), SCALE_DTYPE, device))
+        places = (layout.place(layer) for layer in range(layout.num_layers))
+        self.layers = [self._layer(group, slot) for group, slot in places]
 
-    def _layer(self, layer: int) -> LayerKV:
-        keys, values = self._owned[0][layer]
-        if len(self._owned) == 1:
-            return LayerKV(keys, values)
-        key_scales, value_scales = self._owned[1][layer]
-        return LayerKV(keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
+    def _layer(self, group: int, slot: int) -> LayerKV:
+        keys, values = self._owned[0][slot]
+        key_scales = value_scales = None
+        if len(self._owned) > 1:
+            key_scales, value_scales = self._owned[1][slot]
+        return LayerKV(
+            keys=keys,
+            values=values,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            group=group,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +134,7 @@ class KVCache:
 
     @property
     def pages(self) -> Tensor | None:
-        """Pages of all layers, [layers, 2, blocks, kv heads, block size, dim]; None if they hold codes."""
+        """All pages, [page slots, 2, blocks, kv heads, block size, dim]; None if they hold codes."""
         return self._owned[0] if len(self._owned) == 1 else None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from windlass.kernels.batch import AdapterRows, Heads, LogitsIndices, StepBatch
+from windlass.core.kv_layout import KVLayout
+from windlass.kernels.batch import (
+    AdapterRows,
+    Heads,
+    LogitsIndices,
+    StepBatch,
+    attention_layout,
+)
 from windlass.kernels.gemm_io import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
@@ -141,6 +149,16 @@ class Llama(Network):
         table = TiedEmbedding(head, parts.dtype) if self.tied and reads_rows else None
         self.model = LlamaModel(hparams, parts, table)
         self.lm_head = head
+
+    @classmethod
+    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+        return attention_layout(
+            hparams.sliding_windows,
+            num_kv_heads=hparams.num_kv_heads,
+            dim=hparams.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
 
     @property
     def table(self) -> Tensor | None:

@@ -9,10 +9,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.core.kv_layout import KVLayout
 from windlass.errors import UnsupportedError
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.native.pool import Workers
@@ -82,6 +84,11 @@ class Weights(nn.Module):
 class Network(Weights):
     """Computes hidden states from tokens, and logits from hidden states."""
 
+    @classmethod
+    @abstractmethod
+    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+        """The KV that the layers keep, in a cache of `dtype`."""
+
     @property
     def table(self) -> Tensor | None:
         """The embedding table; None if it is packed."""
@@ -108,11 +115,22 @@ class Network(Weights):
 
 def make_network(hparams: HParams, parts: Parts) -> Network:
     """Build a network on the meta device; the loader fills it."""
+    network_class = _network_class(hparams)
+    with torch.device("meta"):
+        return network_class(hparams, parts)
+
+
+def kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """The KV layout of a model whose network need not exist. `dtype`: of the KV cache."""
+    # One block table serves all layers.
+    return _network_class(hparams).kv_layout(hparams, block_size, dtype).without_windows()
+
+
+def _network_class(hparams: HParams) -> Any:
     location = _NETWORKS.get(hparams.architecture)
     if location is None:
         raise UnsupportedError(
             f"architecture {hparams.architecture!r} is not supported. Supported: {', '.join(_NETWORKS)}."
         )
     module, name = location.split(":")
-    with torch.device("meta"):
-        return getattr(import_module(module), name)(hparams, parts)
+    return getattr(import_module(module), name)

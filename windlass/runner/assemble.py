@@ -153,7 +153,13 @@ def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KV
     kv_cache_dtype, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
     native = parts.ops.is_native and config.model.dtype != "float32"
     return found.choose_kv_format(
-        kv_cache_dtype, hparams, parts.dtype, parts.device, triton, native
+        kv_cache_dtype,
+        hparams,
+        config.cache.block_size,
+        parts.dtype,
+        parts.device,
+        triton,
+        native,
     )
 
 
@@ -251,16 +257,17 @@ def make_runner(
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + _BLOCK_ID_BYTES * per_request)
     found.check_tables_fit(limits.max_num_seqs, tables_bytes)
     maker = _Maker(
-        config=config, hparams=hparams, loaded=loaded, limits=limits, kv_dtype=kv_format.dtype
+        config=config, hparams=hparams, loaded=loaded, limits=limits, kv_format=kv_format
     )
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
-        size * (kv_format.token_bytes + beside),
+        kv_format.layout,
         parts.device,
         limits.memory_share,
         limits.max_num_seqs * per_request,
-        sum(reserved.values()),
+        beside=size * beside,
+        reserved=sum(reserved.values()),
     )
     found.check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
     runner, cache = maker.make(capacity.num_blocks)
@@ -293,7 +300,7 @@ def make_draft_runner(
         hparams=hparams,
         loaded=loaded,
         limits=limits,
-        kv_dtype=_kv_format(config, hparams, loaded.parts).dtype,
+        kv_format=_kv_format(config, hparams, loaded.parts),
     )
     return maker.make(num_blocks, cache)
 
@@ -307,13 +314,13 @@ class _Maker:
         hparams: HParams,
         loaded: Loaded,
         limits: Limits,
-        kv_dtype: torch.dtype,
+        kv_format: found.KVFormat,
     ) -> None:
         self._config = config
         self._hparams = hparams
         self._loaded = loaded
         self._limits = limits
-        self._kv_dtype = kv_dtype
+        self._kv_format = kv_format
         self.choices: list[Choice] = []  # made while building the runner
 
     def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
@@ -322,9 +329,9 @@ class _Maker:
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
         # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
-        shape = (num_blocks + 2 * on_cuda, hparams.num_kv_heads, size, hparams.head_dim)
+        kv_format = self._kv_format
         cache = cache or KVCache(
-            num_layers=hparams.num_layers, shape=shape, dtype=self._kv_dtype, device=parts.device
+            kv_format.layout, num_blocks + 2 * on_cuda, kv_format.dtype, parts.device
         )
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +12,10 @@ import torch
 
 from windlass.config import AUTO, CacheConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
+from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
-from windlass.kernels.batch import kv_token_bytes
 from windlass.models.hparams import HParams
+from windlass.models.network import kv_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,10 @@ def choose_dtype(
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """The dtype of the KV cache, and why."""
+    """The dtype and layout of the KV cache, and why."""
 
     dtype: torch.dtype
-    token_bytes: int  # KV bytes per token over all layers
+    layout: KVLayout
     choice: Choice
 
 
@@ -80,6 +82,7 @@ def kv_dtype(requested: str) -> torch.dtype | None:
 def choose_kv_format(
     requested: str,
     hparams: HParams,
+    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     triton: bool,
@@ -90,12 +93,10 @@ def choose_kv_format(
     `native`: the native CPU kernels are in use, not the float32 reference.
     """
 
-    def token_bytes(kind: torch.dtype) -> int:
-        return kv_token_bytes(hparams.num_layers, hparams.num_kv_heads, hparams.head_dim, kind)
-
+    layout_of = partial(kv_layout, hparams, block_size)
     halved = native and dtype == torch.float32
     own = torch.float16 if halved else dtype
-    usual, name = token_bytes(own), str(own).removeprefix("torch.")
+    usual, name = layout_of(own), str(own).removeprefix("torch.")
     if requested == "auto":
         reason = "half the bytes of float32" if halved else "dtype of the computation"
         return KVFormat(own, usual, Choice("KV format", name, reason))
@@ -106,12 +107,13 @@ def choose_kv_format(
             f"--kv-cache-dtype {requested}: {torch.cuda.get_device_name(device)} cannot convert fp8 "
             "(compute capability 8.9 or above can). Use --kv-cache-dtype int8."
         )
-    reason = f"as set: {usual / token_bytes(kind):.2f}x the tokens of {name}"
+    layout = layout_of(kind)
+    reason = f"as set: {usual.block_bytes / layout.block_bytes:.2f}x the tokens of {name}"
     if is_fp8 and device.type == "cpu":
         reason += "; int8 is faster on a CPU and more accurate"
     shown = "fp8 (e4m3)" if is_fp8 else "int8"
     choice = Choice("KV format", f"{shown}, a scale per token and head", reason)
-    return KVFormat(kind, token_bytes(kind), choice)
+    return KVFormat(kind, layout, choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,23 +200,26 @@ def _from_proc(path: str, name: str) -> int:
 
 def size_cache(
     config: CacheConfig,
-    bytes_per_block: int,
+    layout: KVLayout,
     device: torch.device,
     share: float,
     wanted: int,
+    *,
+    beside: int = 0,
     reserved: int = 0,
 ) -> Capacity:
     """The number of blocks: as set, or from a share of the free memory, but no more than needed.
 
-    `wanted`: blocks that `max_num_seqs` requests of maximum length can use. `reserved`: bytes of
+    `beside`: bytes per block of a proposer's own KV. `wanted`: blocks that `max_num_seqs` requests of maximum length can use. `reserved`: bytes of
     steps and graphs.
     """
-    size, each = config.block_size, gib(bytes_per_block)
+    size, bytes_per_block = layout.block_size, layout.block_bytes + beside
+    each = gib(bytes_per_block)
 
     def capacity(count: int, why: str) -> Capacity:
         return Capacity(
             num_blocks=count,
-            block_size=size,
+            layout=layout,
             bytes_per_block=bytes_per_block,
             reason=f"{why}, {each} per block",
         )

@@ -143,7 +143,7 @@ class DraftModelLoader:
 
 
 def open_loader(context: SpeculationContext) -> DraftModelLoader:
-    from windlass.kernels.batch import kv_token_bytes
+    from windlass.models.network import kv_layout
     from windlass.runner.assemble import load_network
     from windlass.runner.device import kv_dtype
 
@@ -157,7 +157,7 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
         message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {message}") from error
     kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype
-    shape = (draft.hparams.num_layers, draft.hparams.num_kv_heads, draft.hparams.head_dim)
+    layout = kv_layout(draft.hparams, context.config.cache.block_size, kind)
     return DraftModelLoader(
-        context=context, draft=draft, loaded=loaded, token_bytes=kv_token_bytes(*shape, kind)
+        context=context, draft=draft, loaded=loaded, token_bytes=layout.token_bytes
     )

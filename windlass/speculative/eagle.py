@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.kv_layout import KVLayout
 from windlass.errors import CheckpointError
-from windlass.kernels.batch import Heads, KVCache, kv_token_bytes
+from windlass.kernels.batch import Heads, KVCache, attention_layout
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.select import Need
 from windlass.kernels.storages import Held
@@ -91,20 +92,22 @@ class EagleLoader:
 
     @property
     def token_bytes(self) -> int:
-        hparams = self.hparams
-        return kv_token_bytes(1, hparams.num_kv_heads, hparams.head_dim, self.loaded.parts.dtype)
+        return self._layout(block_size=1).token_bytes
+
+    def _layout(self, block_size: int) -> KVLayout:
+        return attention_layout(
+            (None,),
+            num_kv_heads=self.hparams.num_kv_heads,
+            dim=self.hparams.head_dim,
+            block_size=block_size,
+            dtype=self.loaded.parts.dtype,
+        )
 
     def start(self, made: Assembled) -> Proposer:
-        hparams, parts = self.hparams, self.loaded.parts
-        capacity = made.capacity
+        capacity, parts = made.capacity, self.loaded.parts
         # One block more, for writes past the end of a request's blocks.
-        shape = (
-            capacity.num_blocks + 1,
-            hparams.num_kv_heads,
-            capacity.block_size,
-            hparams.head_dim,
-        )
-        cache = KVCache(num_layers=1, shape=shape, dtype=parts.dtype, device=parts.device)
+        layout, num_blocks = self._layout(capacity.block_size), capacity.num_blocks + 1
+        cache = KVCache(layout, num_blocks, parts.dtype, parts.device)
         network = self.loaded.network
         drafter = EagleDrafter(head=self.head, network=network, layers=self.layers, cache=cache)
         return attach(made, drafter)

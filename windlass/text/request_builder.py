@@ -185,6 +185,6 @@ def scheduler_limits(report: EngineReport) -> SchedulerLimits:
         max_num_seqs=report.max_num_seqs,
         max_num_batched_tokens=report.max_num_batched_tokens,
         max_model_len=report.max_model_len,
-        block_size=report.capacity.block_size,
+        layout=report.capacity.layout,
         num_blocks=report.capacity.num_blocks,
     )

@@ -10,6 +10,7 @@ import pytest
 
 from windlass.config import EngineConfig
 from windlass.core.card import Capacity
+from windlass.core.kv_layout import KVLayout
 from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.tools.common.drive import EngineRun
@@ -42,7 +43,7 @@ def run(
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
     num_blocks = options.pop("num_blocks", 64)
     config = EngineConfig.of(block_size=4, **options)
-    capacity = Capacity(num_blocks, 4, 1, "as set")
+    capacity = Capacity(num_blocks, KVLayout.unsized(4), 1, "as set")
     return simulate(
         requests,
         costs,
@@ -227,7 +228,7 @@ def test_disturbed_calibration_is_reported() -> None:
     steps = MeasuredSteps(
         costs=found.costs,
         device="cpu",
-        token_bytes=1,
+        kv_dtype="float16",
         weight_bytes=1,
         rows=32,
         tokens=512,

@@ -19,7 +19,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("costs") / "steps.json"
     tables = {"tokens": {"1": 0.001, "2": 0.002}, "rows": {"1": 0.010, "2": 0.011}}
     numbers = dict.fromkeys(("choice_s", "one_kv_s", "kv_s", "pair_s", "host_s", "host_row_s"), 0.0)
-    sizes = {"token_bytes": 64, "weight_bytes": 1000, "rows": 64, "tokens": 2048}
+    sizes = {"kv_dtype": "float16", "weight_bytes": 1000, "rows": 64, "tokens": 2048}
     found = {"costs": {**tables, **numbers, "windows": []}, "device": "cpu", **sizes}
     path.write_text(json.dumps(found | {"date": "2026-01-31"}))
     return path

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from windlass.core.blocks import BlockPool
+from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
@@ -26,7 +27,7 @@ def measure(num_requests: int, steps: int = _STEPS) -> dict[str, Any]:
         max_num_seqs=num_requests,
         max_num_batched_tokens=num_requests + 8192,
         max_model_len=_PROMPT + steps + 1040,
-        block_size=16,
+        layout=KVLayout.unsized(16),
         num_blocks=num_requests * (_PROMPT + steps + 1040) // 16,
     )
     scheduler = Scheduler(limits, BlockPool(limits.num_blocks))

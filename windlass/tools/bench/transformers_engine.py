@@ -20,6 +20,7 @@ from windlass.config import EngineConfig
 from windlass.core.types import Timeline
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.models.json_file import merged, read_json
+from windlass.models.network import kv_layout
 from windlass.runner.device import choose_device, choose_dtype, choose_threads
 from windlass.tools.common.device import Traffic, synchronise
 from windlass.tools.common.drive import EngineRun, Window, timing_of
@@ -43,10 +44,7 @@ class TransformersEngine:
         weights = sum(parameter.nbytes for parameter in self._model.parameters())
         if not hparams.tie_embeddings:
             weights -= hparams.vocab_size * hparams.hidden_size * dtype.itemsize
-        per_token = (
-            2 * hparams.num_layers * hparams.num_kv_heads * hparams.head_dim * dtype.itemsize
-        )
-        self.traffic = Traffic(weights, per_token)
+        self.traffic = Traffic(weights, kv_layout(hparams, block_size=1, dtype=dtype).token_bytes)
 
     def _make(self, config: EngineConfig, opened: OpenModel, dtype: torch.dtype) -> Any:
         files, auto = opened.files, self._library.AutoModelForCausalLM

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from windlass.config import EngineConfig
+from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads
 from windlass.kernels.ops import choose_ops
@@ -113,16 +114,14 @@ class _MemoryNeed:
     """Memory of one candidate, as a function of context and number of requests."""
 
     weight_bytes: int
-    token_bytes: int
-    block_size: int
+    layout: KVLayout
     step_bytes: int  # of the largest step
     row_bytes: int  # logits, per running request
     spare_blocks: int  # reserved by the runner
 
     def kv_bytes(self, context: int, concurrency: int) -> int:
         """Return the bytes of the blocks of all requests."""
-        blocks = -(-context // self.block_size)
-        return concurrency * blocks * self.block_size * self.token_bytes
+        return concurrency * self.layout.bytes_for(context)
 
     def total_bytes(self, context: int, concurrency: int) -> int:
         return (
@@ -135,7 +134,7 @@ class _MemoryNeed:
 
     @property
     def _fixed_bytes(self) -> int:
-        spare = self.spare_blocks * self.block_size * self.token_bytes
+        spare = self.spare_blocks * self.layout.block_bytes
         return self.weight_bytes + self.step_bytes + spare
 
 
@@ -298,13 +297,13 @@ class _Evaluator:
         shorter = (length for length in _GRID_CONTEXTS if length < longest)
         contexts = sorted({*shorter, query.context, longest})
         counts = sorted({*_GRID_CONCURRENCIES, query.concurrency})
-        tok_s = partial(self._tok_s, weights, need.token_bytes)
+        tok_s = partial(self._tok_s, weights, need.layout.token_bytes)
         return Candidate(
             format=weights.name,
             kv_dtype=kv_dtype,
             held=weights.held,
             weight_bytes=weights.weight_bytes,
-            kv_bytes_per_token=need.token_bytes,
+            kv_bytes_per_token=need.layout.token_bytes,
             step_bytes=need.step_bytes + query.concurrency * need.row_bytes,
             total_bytes=total,
             missing_bytes=max(0, total - query.memory),
@@ -328,6 +327,7 @@ class _Evaluator:
         kv_format = choose_kv_format(
             kv_dtype,
             hparams,
+            self.block_size,
             weights.dtype,
             device,
             triton=on_gpu,
@@ -337,8 +337,7 @@ class _Evaluator:
         step_width = 2 * hparams.hidden_size + 3 * hparams.intermediate_size
         return _MemoryNeed(
             weight_bytes=weights.weight_bytes,
-            token_bytes=kv_format.token_bytes,
-            block_size=self.block_size,
+            layout=kv_format.layout,
             step_bytes=self.query.step_tokens * step_width * itemsize,
             # Logits in the compute dtype, and in float32 for the sampler.
             row_bytes=hparams.vocab_size * (itemsize + 4),

@@ -20,6 +20,7 @@ from windlass.core.card import Capacity
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
+from windlass.models.network import kv_layout
 from windlass.runner.assemble import load_network, make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
 from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
@@ -48,7 +49,7 @@ class MeasuredSteps:
 
     costs: CostModel
     device: Literal["cpu", "cuda"]
-    token_bytes: int
+    kv_dtype: str  # of the KV cache: "float16"
     weight_bytes: int
     rows: int  # the largest decode step that was measured
     tokens: int  # the largest prefill chunk
@@ -60,6 +61,7 @@ class MeasuredSteps:
     def capacity(self, config: EngineConfig, opened: OpenModel, limits: Limits) -> Capacity:
         """Return the KV cache that an engine with this config would allocate here."""
         size, device = config.cache.block_size, torch.device(self.device)
+        layout = kv_layout(opened.hparams, size, getattr(torch, self.kv_dtype))
         is_sized = config.cache.num_blocks or config.cache.kv_cache_memory_bytes
         if not is_sized and device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
@@ -67,14 +69,12 @@ class MeasuredSteps:
                 "KV cache with --num-blocks or --kv-cache-memory-bytes."
             )
         max_blocks = limits.max_num_seqs * -(-max_context(config, opened) // size)
-        return size_cache(
-            config.cache, size * self.token_bytes, device, limits.memory_share, max_blocks
-        )
+        return size_cache(config.cache, layout, device, limits.memory_share, max_blocks)
 
     def to_json(self) -> dict[str, Any]:
         names = (
             "device",
-            "token_bytes",
+            "kv_dtype",
             "weight_bytes",
             "rows",
             "tokens",
@@ -90,10 +90,12 @@ class MeasuredSteps:
         device = found["device"]
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device {device!r}")
+        if not isinstance(getattr(torch, found["kv_dtype"], None), torch.dtype):
+            raise ValueError(f"kv_dtype {found['kv_dtype']!r}")
         return cls(
             costs=CostModel.from_json(found["costs"]),
             device=device,
-            token_bytes=int(found["token_bytes"]),
+            kv_dtype=str(found["kv_dtype"]),
             weight_bytes=int(found["weight_bytes"]),
             rows=int(found["rows"]),
             tokens=int(found["tokens"]),
@@ -216,7 +218,7 @@ def _measure(
     return MeasuredSteps(
         costs=found.costs,
         device=device,
-        token_bytes=made.kv_format.token_bytes,
+        kv_dtype=str(made.kv_format.dtype).removeprefix("torch."),
         weight_bytes=weights.weight_bytes,
         rows=rows,
         tokens=tokens,

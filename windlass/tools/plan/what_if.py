@@ -163,7 +163,7 @@ class WhatIf:
             "model": self.opened.files.name,
             "max_num_seqs": self.limits.max_num_seqs,
             "max_num_batched_tokens": self.limits.max_num_batched_tokens,
-            "capacity": asdict(self.capacity),
+            "capacity": asdict(self.capacity) | {"block_size": self.capacity.block_size},
             "costs": self.steps.to_json(),
             "repeat": repeat,
         }

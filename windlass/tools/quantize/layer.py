@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.kernels import gemm_io, reference, torch_attention
-from windlass.kernels.batch import KVCache, Span, StepBatch
+from windlass.kernels.batch import KVCache, Span, StepBatch, attention_layout
 from windlass.kernels.gemm import Norm
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
@@ -233,8 +233,14 @@ class Layer:
         """Make a batch of whole samples, each with its own KV blocks."""
         hparams, device = self._hparams, self._device
         max_blocks = -(-max(lengths) // _BLOCK_SIZE)
-        shape = (max_blocks * len(lengths), hparams.num_kv_heads, _BLOCK_SIZE, hparams.head_dim)
-        pages = KVCache(num_layers=1, shape=shape, dtype=torch.float32, device=device).layers[0]
+        layout = attention_layout(
+            (None,),
+            num_kv_heads=hparams.num_kv_heads,
+            dim=hparams.head_dim,
+            block_size=_BLOCK_SIZE,
+            dtype=torch.float32,
+        )
+        pages = KVCache(layout, max_blocks * len(lengths), torch.float32, device).layers[0]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
         tables = torch.arange(max_blocks * len(lengths), device=device)
