@@ -6,28 +6,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.world import World, limits, plain_loop, request
+from tests.core.world import World, limits, make_layout, plain_loop, request
+from tests.lora.shelf import FakeShelf
+from windlass.core.adapters import Adapters
+from windlass.core.kv_layout import KVLayout
 from windlass.core.policy import Continuous, Fcfs, Priority, Static
+
+LAYOUTS = [
+    ("full",),
+    ("window",),
+    ("full", "window"),
+    ("full", "full", "window", "window"),
+    ("latent",),
+    ("state",),
+    ("full", "state"),
+    ("window", "latent", "state"),
+]
+ADAPTERS = ("", "a", "b", "c")
+
+
+def random_layout(rng: Random, size: int) -> KVLayout:
+    kinds = rng.choice(LAYOUTS) if rng.random() < 0.7 else ("full",)
+    window = f"window{rng.choice([1, 2, 3, 5, 8, 13, 30])}"
+    return make_layout(*(window if kind == "window" else kind for kind in kinds), block_size=size)
 
 
 def random_world(seed: int) -> tuple[World, list, bool]:
     rng = Random(seed)
     size = rng.choice([1, 2, 4, 8])
     context = rng.randint(8, 48)
+    layout = random_layout(rng, size)
+    budget = rng.randint(seqs := rng.randint(1, 6), 24)
     world_limits = limits(
-        max_num_seqs=(seqs := rng.randint(1, 6)),
-        max_num_batched_tokens=rng.randint(seqs, 24),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
         max_model_len=context,
-        block_size=size,
-        num_blocks=-(-context // size) + rng.randint(0, 20),
+        layout=layout,
+        num_blocks=layout.blocks_for(context, 2 * budget) + rng.randint(0, 20),
         long_prefill_token_threshold=rng.choice([0, 0, 3]),
         lookahead=rng.choice([0, 0, 5]),
     )
     gate = rng.choice([Continuous(), Continuous(), Static(rng.randint(1, 4), 0.05)])
     options = {"policy": rng.choice([Fcfs(), Priority()]), "gate": gate}
+    adapters = ADAPTERS if rng.random() < 0.3 else ("",)
+    if len(adapters) > 1:
+        options["adapters"] = Adapters(rng.randint(1, 3), FakeShelf(adapters[1:], delay=1))
     world = World(world_limits, rng.random() < 0.7, rng.choice([0, 0, 4]), options)
-    longest = min(context, world_limits.num_blocks * size)
+    longest = context
     shared = [rng.randrange(5) for _ in range(longest)]
+    deterministic = rng.choice([0.0, 0.0, 0.5])
     requests = []
     for index in range(rng.randint(1, 14)):
         length = rng.randint(1, longest - 1)
@@ -44,12 +71,14 @@ def random_world(seed: int) -> tuple[World, list, bool]:
                 max_tokens=most,
                 ignore_eos=rng.random() < 0.3,
                 min_tokens=fewest,
+                adapter=rng.choice(adapters),
+                deterministic=rng.random() < deterministic,
             )
         )
     return world, requests, rng.random() < 0.5
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(240))
 def test_every_request_matches_the_reference_loop(seed: int) -> None:
     world, requests, ahead = random_world(seed)
     rng = Random(seed + 1)
@@ -64,9 +93,9 @@ def test_every_request_matches_the_reference_loop(seed: int) -> None:
                 world.abort(victim)
                 aborted.add(victim)
     world.finish_all(ahead=ahead)
-    longest = min(world.limits.max_model_len, world.limits.num_blocks * world.limits.block_size)
+    longest = world.limits.max_model_len
     for item in requests:
-        want = plain_loop(item, longest)
+        want = plain_loop(item, longest, layout=world.limits.layout)
         got = world.got[item.request_id]
         if item.request_id in aborted:
             assert got == want[: len(got)]
@@ -92,7 +121,7 @@ def test_small_pools_and_budgets(prompts, budget, num_blocks, ahead) -> None:
         assert world.got[item.request_id] == plain_loop(item, 32)
 
 
-@pytest.mark.parametrize("seed", range(150, 190))
+@pytest.mark.parametrize("seed", range(240, 300))
 def test_planning_ahead_matches_the_reference_loop(seed: int) -> None:
     results = []
     for ahead in (False, True):

@@ -6,36 +6,85 @@ was handed out too early gives a wrong token, as it would in a real model.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from windlass.core.blocks import BlockPool
-from windlass.core.kv_layout import KVLayout
+from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
-from windlass.core.types import NewRequest, Output, RowResult, StepPlan, StepResult
+from windlass.core.types import (
+    NO_BLOCK,
+    NewRequest,
+    Output,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB = 23
 EOS = 7
 
 
-def next_token(tokens: list[int]) -> int:
-    """The model: the next token depends on all before it."""
+FULL = KVLayout.unsized(4)
+
+
+def make_layout(*kinds: str, block_size: int) -> KVLayout:
+    """A layout of one layer per kind: full, latent, state, or window with its size: window5."""
+    groups = []
+    for layer, name in enumerate(kinds):
+        window = int(name.removeprefix("window")) if name.startswith("window") else None
+        groups.append(
+            KVGroup(
+                kind=name if window is None else "window",
+                layers=(layer,),
+                page=(1,) if name == "state" else (block_size, 1),
+                item_bytes=block_size if name == "state" else 1,
+                window=window,
+            )
+        )
+    return KVLayout(tuple(groups), block_size)
+
+
+def step_state(value: int, token: int) -> int:
+    """One step of the recurrence that stands for a layer's view of the tokens."""
+    return (value * 31 + token + 1) % 1_000_003
+
+
+def view_of(group: KVGroup, tokens: list[int]) -> int:
+    """What a layer of this group computes at the last token."""
     value = 17
-    for token in tokens:
-        value = (value * 31 + token + 1) % 1_000_003
+    for token in tokens[-group.window :] if group.window is not None else tokens:
+        value = step_state(value, token)
+    return value if group.window is None else step_state(value, len(tokens))
+
+
+def choose_token(views: list[int]) -> int:
+    """The model's next token, given the view of every group."""
+    value = 0
+    for view in views:
+        value = value * 7 + view
     return value % VOCAB
 
 
-def plain_loop(request: NewRequest, context: int, eos: int | None = EOS) -> list[int]:
+def next_token(tokens: list[int], layout: KVLayout = FULL) -> int:
+    """The model: the next token depends on all tokens that a layer can see."""
+    return choose_token([view_of(group, tokens) for group in layout.groups])
+
+
+def plain_loop(
+    request: NewRequest, context: int, eos: int | None = EOS, layout: KVLayout = FULL
+) -> list[int]:
     """The expected tokens of a request, computed without an engine."""
     sampling = request.sampling
     tokens = list(request.prompt)
     max_tokens = sampling.max_tokens if sampling.max_tokens is not None else context - len(tokens)
     out: list[int] = []
     while len(out) < max_tokens:
-        token = next_token(tokens)
+        token = next_token(tokens, layout)
         tokens.append(token)
         out.append(token)
         if not sampling.ignore_eos and token == eos and len(out) > sampling.min_tokens:
@@ -43,29 +92,49 @@ def plain_loop(request: NewRequest, context: int, eos: int | None = EOS) -> list
     return out
 
 
+class Entry(NamedTuple):
+    """What was written for one position of one group: a token, or the state after it."""
+
+    group: int
+    position: int
+    value: int
+    salt: str  # of the request: KV differs between adapters and modes
+
+
 @dataclass
 class FakeRunner:
     """Runs plans on pages of token values, and drafts `draft_length` tokens at max_tokens."""
 
     num_blocks: int
-    block_size: int
+    layout: KVLayout = FULL
     random: Random = field(default_factory=lambda: Random(0))
     draft_length: int = 0
     obeys_plans: bool = False  # drafts only after steps whose plan asks for drafts
     num_computed: int = 0
 
     def __post_init__(self) -> None:
-        self.pages: list[list[int | None]] = [
-            [None] * self.block_size for _ in range(self.num_blocks)
-        ]
-        self.tables: dict[int, list[int]] = {}
+        self.size = self.layout.block_size
+        self.pages: list[list[Entry | None]] = [self._empty() for _ in range(self.num_blocks)]
+        self.tables: dict[int, list[list[int]]] = {}
         self.last: dict[int, int] = {}
+        self.modes: dict[int, str] = {}
+        self.adapters: dict[int, str] = {0: ""}
+
+    def _empty(self) -> list[Entry | None]:
+        return [None] * self.size
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Forget the content of blocks that no request holds and no hash finds."""
+        for block in blocks:
+            self.pages[block] = self._empty()
 
     def run(self, plan: StepPlan) -> StepResult:
         for slot in plan.freed:
             self.tables.pop(slot, None)
         for admission in plan.admitted:
-            self.tables[admission.slot] = []
+            self.tables[admission.slot] = [[] for _ in self.layout.groups]
+            self.modes[admission.slot] = "fixed" if admission.sampling.deterministic else ""
+        self.adapters.update(plan.adapters)
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
         rows = [self._run_row(row) for row in plan.rows]
@@ -75,33 +144,84 @@ class FakeRunner:
         return StepResult(rows)
 
     def _run_row(self, row) -> RowResult:
-        table = self.tables[row.slot]
-        table.extend(row.blocks)
+        tables, num_groups = self.tables[row.slot], len(self.layout.groups)
+        assert len(row.blocks) % num_groups == 0
+        count = len(row.blocks) // num_groups
+        for index, table in enumerate(tables):
+            table.extend(row.blocks[index * count : (index + 1) * count])
         tokens = row.tokens or (self.last[row.slot],)
         assert len(tokens) == row.num_tokens
         self.num_computed += len(tokens)
-        for offset, token in enumerate(tokens):
-            at = row.start + offset
-            self.pages[table[at // self.block_size]][at % self.block_size] = token
+        salt = f"{self.adapters[row.adapter]}/{self.modes[row.slot]}"
+        views = [
+            self._compute(index, tables[index], row.start, tokens, salt)
+            for index in range(num_groups)
+        ]
         if not row.sample:
             return RowResult([])
-        known = row.start + row.num_tokens - row.num_drafts
-        seen = [self.pages[table[i // self.block_size]][i % self.block_size] for i in range(known)]
-        assert None not in seen, "a position was read that was never computed"
-        out = [next_token(seen)]
-        for draft in tokens[len(tokens) - row.num_drafts :] if row.num_drafts else ():
+        num_known = row.num_tokens - row.num_drafts
+        by_token = list(zip(*views, strict=True))[num_known - 1 :]
+        out = [choose_token(by_token[0])]
+        accepted = []
+        for draft, seen in zip(tokens[num_known:], by_token[1:], strict=True):
             if draft != out[-1]:
                 break
-            seen.append(draft)
-            out.append(next_token(seen))
+            accepted.append(draft)
+            out.append(choose_token(seen))
         self.last[row.slot] = out[-1]
-        return RowResult(out, drafts=self._draft(seen, out[-1]))
+        return RowResult(out, drafts=self._draft(row, tables, accepted, out[-1]))
 
-    def _draft(self, seen: list[int], last: int) -> tuple[int, ...]:
-        """Draft tokens, 30 % of them wrong."""
-        tokens, drafts = [*seen, last], []
+    def _compute(self, index: int, table: list[int], start: int, tokens, salt: str) -> list[int]:
+        """Write the tokens of one group, and return its view at each of them."""
+        group = self.layout.groups[index]
+        if group.kind == "state":
+            return self._compute_state(index, table, start, tokens, salt)
+        for at, token in enumerate(tokens, start):
+            assert table[at // self.size] != NO_BLOCK
+            self.pages[table[at // self.size]][at % self.size] = Entry(index, at, token, salt)
+        views = []
+        for end in range(start + 1, start + len(tokens) + 1):
+            low = 0 if group.window is None else max(0, end - group.window)
+            seen = [self._read(index, table, at, salt) for at in range(low, end)]
+            views.append(view_of(group, [0] * low + seen))
+        return views
+
+    def _compute_state(
+        self, index: int, table: list[int], start: int, tokens, salt: str
+    ) -> list[int]:
+        """Continue the state before `start`; keep a copy of it at every block's end."""
+        value = self._read(index, table, start - 1, salt, slot=0) if start else 17
+        views = []
+        for at, token in enumerate(tokens, start):
+            value = step_state(value, token)
+            self.pages[table[at // self.size]][0] = Entry(index, at, value, salt)
+            views.append(value)
+        return views
+
+    def _read(
+        self, index: int, table: list[int], at: int, salt: str, slot: int | None = None
+    ) -> int:
+        block = table[at // self.size]
+        assert block != NO_BLOCK, f"position {at} of group {index} is behind the window"
+        entry = self.pages[block][at % self.size if slot is None else slot]
+        assert entry is not None, f"position {at} of group {index} was never computed, or freed"
+        assert entry[:2] == (index, at), f"position {at} of group {index} holds {entry}"
+        assert entry.salt == salt, f"position {at} was computed for {entry.salt}, not {salt}"
+        return entry.value
+
+    def _draft(self, row, tables, accepted: list[int], last: int) -> tuple[int, ...]:
+        """Draft tokens, 30 % of them wrong. States cannot be drafted for."""
+        groups = self.layout.groups
+        if self.layout.has_state or not self.draft_length:
+            return ()
+        num_known = row.start + row.num_tokens - row.num_drafts
+        salt = f"{self.adapters[row.adapter]}/{self.modes[row.slot]}"
+        lows = [0 if g.window is None else max(0, num_known - g.window + 1) for g in groups]
+        index = lows.index(min(lows))
+        seen = [self._read(index, tables[index], at, salt) for at in range(lows[index], num_known)]
+        tokens, drafts = [0] * lows[index] + [*seen, *accepted, last], []
         for _ in range(self.random.randint(0, self.draft_length)):
-            token = next_token(tokens)
+            token = next_token(tokens, self.layout)
             if self.random.random() < 0.3:
                 token = (token + 1) % VOCAB
             drafts.append(token)
@@ -124,7 +244,7 @@ class World:
             self.limits, self.pool, eos_ids=(EOS,), caching=self.caching, **self.options
         )
         self.runner = FakeRunner(
-            self.limits.num_blocks, self.limits.block_size, draft_length=self.draft_length
+            self.limits.num_blocks, self.limits.layout, draft_length=self.draft_length
         )
         self.got: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
@@ -153,6 +273,8 @@ class World:
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots) <= self.limits.max_num_seqs
         self.check()
+        free = self.pool._free
+        self.runner.poison(block for block in free if self.pool._hash_of[block] is None)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -184,19 +306,39 @@ class World:
     def check(self) -> None:
         """Every block's reference count equals the number of requests that claim it."""
         allocator = [0] * self.limits.num_blocks
+        size, groups = self.limits.block_size, self.limits.layout.groups
+        owners: dict[int, int] = {}
         for request in self.scheduler._running:
-            assert len(set(request.blocks)) == len(request.blocks)
-            for block in request.blocks:
-                allocator[block] += 1
+            assert {len(table) * size for table in request.tables} == {request.room}
+            for index, (group, table) in enumerate(zip(groups, request.tables, strict=True)):
+                held = [block for block in table if block != NO_BLOCK]
+                assert len(set(held)) == len(held)
+                in_flight = request.planned - request.computed
+                self.check_held(group, len(held), in_flight, request)
+                for block in held:
+                    allocator[block] += 1
+                    assert owners.setdefault(block, index) == index
         for request in self.scheduler._waiting:
-            assert not request.blocks
+            assert not request.tables
         assert allocator == self.pool._refs
         assert {b for b, n in enumerate(allocator) if n == 0} == set(self.pool._free)
 
+    def check_held(self, group: KVGroup, num_held: int, in_flight: int, request) -> None:
+        """A group holds no more blocks than the layout counts, and full groups hold all."""
+        size = self.limits.block_size
+        if group.lookback is None:
+            assert num_held * size == request.room
+        # Accepted draft tokens are sealed, and the blocks behind them freed, by the next row.
+        ahead = max(in_flight, request.room - request.computed) + self.draft_length
+        assert num_held <= group.blocks_for(request.room, ahead, size)
 
-def request(request_id: str, prompt: list[int], priority: int = 0, **sampling) -> NewRequest:
+
+def request(
+    request_id: str, prompt: list[int], priority: int = 0, adapter: str = "", **sampling
+) -> NewRequest:
     sampling.setdefault("max_tokens", 8)
-    return NewRequest(request_id, prompt, SamplingParams(**sampling), priority=priority)
+    params = SamplingParams(**sampling)
+    return NewRequest(request_id, prompt, params, priority=priority, adapter=adapter)
 
 
 def limits(**changes) -> SchedulerLimits:

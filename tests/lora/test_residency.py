@@ -23,7 +23,7 @@ class Adapted(World):
         numbers = {"max_num_batched_tokens": 64, "num_blocks": 64, **numbers}
         super().__init__(limits(**numbers), options={"adapters": self.adapters})
         self.adapter_of: dict[str, str] = {}
-        self.runner = AdaptedRunner(self.limits.num_blocks, self.limits.block_size)
+        self.runner = AdaptedRunner(self.limits.num_blocks, self.limits.layout)
         self.runner.attach(shelf, self.adapter_of)
         self.errors: dict[str, str | None] = {}
 

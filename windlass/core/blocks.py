@@ -27,6 +27,11 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("I", tokens).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
+def group_key(digest: bytes, group: int) -> bytes:
+    """The key of a block in the prefix cache: groups keep different KV of the same tokens."""
+    return digest + bytes((group,)) if group else digest
+
+
 class BlockPool:
     """Owns every reference count. No other class changes one."""
 
@@ -69,6 +74,9 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def is_cached(self, digest: bytes) -> bool:
+        return digest in self._by_hash
 
     def was_evicted(self, digest: bytes) -> bool:
         """Whether a block with this hash was evicted recently."""

@@ -1,21 +1,42 @@
 """Allocates KV blocks to requests: prefix-cache hits and fresh blocks, sealing, release.
 
 Decides how many blocks a request needs and whether they are free now. The scheduler decides which
-request gets them and which one is preempted.
+request gets them and which one is preempted. A request has one block table per group of the layout;
+all of them have the same length. Blocks behind a window are freed while the request runs:
+
+    positions   0 ......... computed - lookback ......... computed ...... room
+    full        |  held                                                       |
+    window      |  NO_BLOCK  |  held                                          |
+    state       |  NO_BLOCK                          |  held                  |
+
+The runner keeps freed ids in its tables: kernels do not read behind a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from windlass.core.blocks import BlockPool
+from windlass.core.blocks import BlockPool, group_key
+from windlass.core.kv_layout import KVGroup
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.misses import PrefixMisses
 from windlass.core.policy import InflightPrefixes
 from windlass.core.request import Request
 from windlass.core.step import Step
-from windlass.core.types import BlockId
+from windlass.core.types import NO_BLOCK, BlockId
+
+
+class CachedPrefix(NamedTuple):
+    """The longest prefix that all groups can serve. Valid until the next allocation."""
+
+    num_blocks: int
+    tables: list[list[BlockId]]  # per group; NO_BLOCK behind its window
+
+    @property
+    def blocks(self) -> list[BlockId]:
+        return [block for table in self.tables for block in table if block != NO_BLOCK]
 
 
 class KVAllocator:
@@ -25,68 +46,133 @@ class KVAllocator:
         self.pool = pool
         self._limits = limits
         self._caching = caching
-        self._inflight = InflightPrefixes(limits.block_size)
-        self._misses = PrefixMisses(pool, limits.block_size, caching)
+        self._groups = groups = limits.layout.groups
+        self._size = limits.block_size
+        # Groups whose blocks are freed while the request runs.
+        self._windowed = [i for i, group in enumerate(groups) if group.lookback is not None]
+        self._inflight = InflightPrefixes(self._size)
+        self._misses = PrefixMisses(pool, self._size, caching, len(groups))
 
     def use(self, running: Iterable[Request]) -> BlockUse:
         """The current use of the blocks."""
-        pool, size = self.pool, self._limits.block_size
+        pool = self.pool
         num_cached = pool.num_cached_free()
-        unfilled = (len(each.blocks) * size - each.computed for each in running)
+        unfilled = (each.room - each.computed for each in running)
         return BlockUse(
             num_used=pool.num_used,
             num_cached=num_cached,
             num_free=pool.num_free - num_cached,
-            block_size=size,
-            num_unfilled=sum(unfilled),
+            block_size=self._size,
+            num_unfilled=sum(unfilled) * len(self._groups),
         )
 
-    def find(self, request: Request) -> list[BlockId]:
-        """The blocks of the request's longest cached prefix."""
+    def find(self, request: Request) -> CachedPrefix:
+        """The request's longest cached prefix."""
         if not self.may_read(request):
-            return []
-        size = self._limits.block_size
-        return self.pool.find(request.hashes(len(request.tokens) // size, size))
+            return CachedPrefix(0, [[] for _ in self._groups])
+        # At least the last token is computed, and the state before it exists only at a block's end.
+        num_tokens = len(request.tokens) - self._limits.layout.has_state
+        hashes = request.hashes(num_tokens // self._size, self._size)
+        num_blocks = self._longest(hashes, len(request.tokens))
+        tables = [
+            self._cached_table(index, hashes[:num_blocks], len(request.tokens))
+            for index in range(len(self._groups))
+        ]
+        return CachedPrefix(num_blocks, tables)
+
+    def _longest(self, hashes: list[bytes], num_tokens: int) -> int:
+        """The number of blocks of the longest prefix that all groups have cached."""
+        num_blocks, index, num_agreed = len(hashes), 0, 0
+        while num_agreed < len(self._groups):
+            shorter = self._longest_in(index, hashes[:num_blocks], num_tokens)
+            num_agreed = num_agreed + 1 if shorter == num_blocks else 1
+            num_blocks = shorter
+            index = (index + 1) % len(self._groups)
+        return num_blocks
+
+    def _longest_in(self, index: int, hashes: list[bytes], num_tokens: int) -> int:
+        """The number of blocks of the longest prefix that one group can serve."""
+        group = self._groups[index]
+        if group.lookback is None:
+            return len(self.pool.find(group_key(digest, index) for digest in hashes))
+        end = len(hashes)
+        while end:
+            # Blocks between the window and a missing block serve no prefix.
+            needed = range(self._first_read(group, end, num_tokens), end)
+            keys = ((at, group_key(hashes[at], index)) for at in reversed(needed))
+            missing = next((at for at, key in keys if not self.pool.is_cached(key)), None)
+            if missing is None:
+                break
+            end = missing
+        return end
+
+    def _first_read(self, group: KVGroup, num_blocks: int, num_tokens: int) -> int:
+        """The first block that a request reads whose first `num_blocks` blocks are cached."""
+        return group.first_block(min(num_blocks * self._size, num_tokens - 1), self._size)
+
+    def _cached_table(self, index: int, hashes: list[bytes], num_tokens: int) -> list[BlockId]:
+        first = self._first_read(self._groups[index], len(hashes), num_tokens)
+        keys = (group_key(digest, index) for digest in hashes[first:])
+        return [NO_BLOCK] * first + self.pool.find(keys)
 
     def may_read(self, request: Request) -> bool:
         return self._caching and request.may_read_cache
 
-    def should_wait(self, request: Request, cached: list[BlockId]) -> bool:
+    def should_wait(self, request: Request, cached: CachedPrefix) -> bool:
         """Whether running requests are computing most of the prefix that it still needs."""
-        return self._inflight.should_wait(request, len(cached))
+        return self._inflight.should_wait(request, cached.num_blocks)
 
-    def start(self, step: Step, request: Request, cached: list[BlockId], alone: bool) -> int:
+    def start(self, step: Step, request: Request, cached: CachedPrefix, alone: bool) -> int:
         """Allocate the first blocks of a queued request; returns how many tokens `step` computes.
 
         0: the step has no budget. -n: n blocks are lacking. Neither allocates anything.
         """
-        limits, pool = self._limits, self.pool
-        num_tokens = len(request.tokens)
+        limits, pool, size = self._limits, self.pool, self._size
+        num_tokens, num_cached = len(request.tokens), cached.num_blocks
         # Sampling needs logits, so at least the last token is computed. When its block is cached
         # too, that block is copied: a shared block is never written to.
-        copy_last = len(cached) * limits.block_size >= num_tokens
-        start = min(len(cached) * limits.block_size, num_tokens - 1)
+        copy_last = num_cached * size >= num_tokens
+        start = min(num_cached * size, num_tokens - 1)
         count = limits.chunk(num_tokens - start, step.budget)
-        num_free = pool.num_free - pool.num_free_among(cached)
-        need_all = limits.blocks_for(num_tokens) - len(cached) + copy_last
-        spare = 0 if alone else 1 + pool.num_blocks // 100  # headroom for running requests
+        num_free = pool.num_free - pool.num_free_among(cached.blocks)
+        num_fresh = limits.blocks_for(start + count) - num_cached + copy_last
+        need_all = sum(
+            max(num_fresh, group.blocks_for(num_tokens, count, size) + copy_last - num_shared)
+            for group, num_shared in zip(self._groups, _num_shared(cached), strict=True)
+        )
+        # Headroom for running requests.
+        spare = 0 if alone else len(self._groups) + pool.num_blocks // 100
         lacking = need_all + spare - num_free
         if count == 0 or lacking > 0:
             request.share.short_blocks = max(request.share.short_blocks, lacking)
             return -lacking if count else 0
-        pool.share(cached)
-        fresh = pool.take(limits.blocks_for(start + count) - len(cached) + copy_last)
+        pool.share(cached.blocks)
+        fresh = pool.take(num_fresh * len(self._groups))
         if copy_last:
-            source = cached.pop()
-            step.plan.copies.append((source, fresh[0]))
-            pool.release([source])
-        request.blocks = cached + fresh
+            num_cached -= 1
+            sources = [table.pop() for table in cached.tables]
+            step.plan.copies.extend(zip(sources, fresh[::num_fresh], strict=True))
+            pool.release(sources)
+        request.tables = cached.tables
+        request.first_held = [
+            min(group.first_block(start, size), num_cached) for group in self._groups
+        ]
+        request.room = num_cached * size
+        self._append(request, fresh)
         request.planned = request.computed = start
-        request.num_sealed = len(cached)
+        request.num_sealed = num_cached
+        if self._caching or self._windowed:
+            request.seal_at = (num_cached + 1) * size
         if self._caching:
-            request.seal_at = (len(cached) + 1) * limits.block_size
             self._inflight.add(request, start)
         return count
+
+    def _append(self, request: Request, fresh: list[BlockId]) -> None:
+        """Append blocks to the request's tables: as many for each group, one group after the other."""
+        count = len(fresh) // len(self._groups)
+        for index, table in enumerate(request.tables):
+            table += fresh[index * count : (index + 1) * count]
+        request.room += count * self._size
 
     def note_miss(self, request: Request) -> None:
         """Record why the rest of a just-admitted prompt was not in the prefix cache."""
@@ -99,26 +185,51 @@ class KVAllocator:
             spare += self._limits.lookahead_after_drafts
         spare = max(spare, self._limits.lookahead)
         extended = min(end + spare, request.longest)
-        has_spare = self.need(request, extended) <= self.pool.num_free - num_running
+        reserved = num_running * len(self._groups)
+        has_spare = self.need(request, extended) <= self.pool.num_free - reserved
         return extended if has_spare else end
 
     def need(self, request: Request, num_tokens: int) -> int:
         """Blocks that the request lacks for `num_tokens`."""
-        return self._limits.blocks_for(num_tokens) - len(request.blocks)
+        num_blocks = self._limits.blocks_for(num_tokens) - request.room // self._size
+        return num_blocks * len(self._groups)
 
-    def seal(self, request: Request) -> None:
-        """Add the request's newly full blocks to the prefix cache."""
+    def grow(self, request: Request, count: int) -> list[BlockId]:
+        """Allocate the `count` blocks that `need` returned; returns them as a row carries them."""
+        fresh = self.pool.take(count) if count > 0 else []
+        self._append(request, fresh)
+        return fresh
+
+    def advance(self, request: Request) -> None:
+        """Seal the request's newly full blocks, and free the blocks behind its windows."""
         # The token that this row samples is not known yet: its block is sealed by the next row.
-        size = self._limits.block_size
+        size = self._size
         num_full = min(request.computed, len(request.tokens)) // size
-        for index in range(request.num_sealed, num_full):
-            digest = request.hash_at(index, size)
-            self.pool.seal(request.blocks[index], digest)
-            self._inflight.sealed(digest)
+        if self._caching:
+            for at in range(request.num_sealed, num_full):
+                digest = request.hash_at(at, size)
+                for index, table in enumerate(request.tables):
+                    self.pool.seal(table[at], group_key(digest, index))
+                self._inflight.sealed(digest)
         request.num_sealed = num_full
         request.seal_at = (num_full + 1) * size
+        for index in self._windowed:
+            # Steps in flight start at `computed` or later. Only sealed blocks are freed.
+            begin = request.first_held[index]
+            end = min(self._groups[index].first_block(request.computed, size), num_full)
+            if end > begin:
+                table = request.tables[index]
+                self.pool.release(table[begin:end])
+                table[begin:end] = [NO_BLOCK] * (end - begin)
+                request.first_held[index] = end
 
     def release(self, request: Request) -> None:
         if self._caching:
             self._inflight.drop(request)
-        self.pool.release(request.blocks)
+        # In token order over all groups: a prefix hit needs the blocks of all.
+        rows = zip(*request.tables, strict=True)
+        self.pool.release([block for row in rows for block in row if block != NO_BLOCK])
+
+
+def _num_shared(cached: CachedPrefix) -> list[int]:
+    return [len(table) - table.count(NO_BLOCK) for table in cached.tables]

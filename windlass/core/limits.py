@@ -39,10 +39,11 @@ class SchedulerLimits:
 
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
         """Maximum number of tokens to generate. Raises if the request can never fit."""
-        cache = self.num_blocks * self.block_size
-        longest = min(self.max_model_len, cache)
+        # The overlapped loop plans a second step before the first is committed.
+        in_flight = 2 * self.max_num_batched_tokens
+        longest = self.layout.max_tokens(self.num_blocks, in_flight, self.max_model_len)
         what, advice = "the model's context", ""
-        if cache < self.max_model_len:
+        if longest < self.max_model_len:
             what = "the whole KV cache"
             advice = ", or give the cache more memory (--kv-cache-memory-bytes, --memory-share)"
         if num_prompt >= longest:

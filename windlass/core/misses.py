@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from windlass.core.blocks import BlockPool, block_hash, root_hash
+from windlass.core.blocks import BlockPool, block_hash, group_key, root_hash
 from windlass.core.request import Request
 
 _MAX_FIRST_BLOCKS = 4096
@@ -24,10 +24,11 @@ NEVER = "never seen"
 class PrefixMisses:
     """Owns the hashes of recent first blocks, with and without their salt."""
 
-    def __init__(self, pool: BlockPool, block_size: int, caching: bool) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, caching: bool, num_groups: int) -> None:
         self._pool = pool
         self._size = block_size
         self._caching = caching
+        self._num_groups = num_groups
         self._firsts: OrderedDict[bytes, bytes] = OrderedDict()
 
     def note(self, request: Request, start: int) -> None:
@@ -47,11 +48,16 @@ class PrefixMisses:
             return SCORED
         if (index + 1) * self._size > request.num_prompt:
             return PARTIAL
-        if self._pool.was_evicted(request.hash_at(index, self._size)):
+        if self._was_evicted(request.hash_at(index, self._size)):
             return EVICTED
         if index == 0 and self._firsts.get(self._first(request), request.root) != request.root:
             return SALT
         return NEVER
+
+    def _was_evicted(self, digest: bytes) -> bool:
+        """Whether a group's block was evicted: then others may still have theirs."""
+        keys = [group_key(digest, group) for group in range(self._num_groups)]
+        return any(self._pool.was_evicted(key) or self._pool.is_cached(key) for key in keys)
 
     def _first(self, request: Request) -> bytes:
         return block_hash(root_hash(request.cache_salt), request.tokens[: self._size])

@@ -37,13 +37,13 @@ class Request:
         "adapter",
         "adapter_slot",
         "arrival",
-        "blocks",
         "cache_salt",
         "computed",
         "draft_computed",
         "draft_kind",
         "drafts",
         "finish",
+        "first_held",
         "fresh",
         "generation",
         "longest",
@@ -55,6 +55,7 @@ class Request:
         "planned",
         "priority",
         "request_id",
+        "room",
         "root",
         "sampling",
         "seal_at",
@@ -62,6 +63,7 @@ class Request:
         "share",
         "slot",
         "stop_ids",
+        "tables",
         "timeline",
         "tokens",
         "verifying",
@@ -87,7 +89,9 @@ class Request:
         self.longest = self.num_prompt + max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
-        self.blocks: list[BlockId] = []
+        self.tables: list[list[BlockId]] = []  # blocks in token order, for each group of the layout
+        self.first_held: list[int] = []  # per group: blocks before it were freed
+        self.room = 0  # tokens that the tables have entries for
         self.slot: SlotId | None = None
         self.adapter = new.adapter
         self.adapter_slot = 0  # device slot of the adapter while the request runs
@@ -195,7 +199,7 @@ class Request:
 
     def forget_kv(self) -> None:
         """Reset progress after a preemption. Cached blocks are found again at the next admission."""
-        self.blocks = []
+        self.tables, self.first_held, self.room = [], [], 0
         self.slot = None
         self.planned = self.computed = self.num_sealed = 0
         self.drafts, self.draft_computed = (), 0

@@ -18,7 +18,7 @@ from windlass.core.accounting import StepAccounting, blocker_of
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import Grammars, NoGrammars
-from windlass.core.kv_allocator import KVAllocator
+from windlass.core.kv_allocator import CachedPrefix, KVAllocator
 from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
@@ -261,7 +261,7 @@ class Scheduler:
             if request.drafts or self._limits.lookahead:
                 spare = step.budget - count
                 end = self._allocator.end_with_drafts(request, end, spare, len(self._running))
-            if end > len(request.blocks) * self._limits.block_size:
+            if end > request.room:
                 fresh = self._grow(request, end, now)
             if fresh is not None:
                 step.emit(request, count, fresh)
@@ -296,7 +296,7 @@ class Scheduler:
                 count = self._admit(step, request, cached, now)
                 if count <= 0:
                     break
-                step.emit(request, count, request.blocks)
+                step.emit(request, count, [block for table in request.tables for block in table])
                 openings -= 1
             request = self._waiting.peek()
         is_stuck = request is None and not awaits_prefix and len(blockers) == 1
@@ -338,11 +338,9 @@ class Scheduler:
             self._preempt(last, now)
             if last is request:
                 return None
-        fresh = self._allocator.pool.take(need) if need > 0 else []
-        request.blocks.extend(fresh)
-        return fresh
+        return self._allocator.grow(request, need)
 
-    def _admit(self, step: Step, request: Request, cached: list[BlockId], now: float) -> int:
+    def _admit(self, step: Step, request: Request, cached: CachedPrefix, now: float) -> int:
         """Give a queued request a slot and its first blocks. A result <= 0: it cannot start now."""
         count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
@@ -395,7 +393,7 @@ class Scheduler:
                 if row.num_drafts or got.drafts:
                     request.settle_drafts(row, got, self._count)
                 if request.computed >= request.seal_at:
-                    self._allocator.seal(request)
+                    self._allocator.advance(request)
             else:
                 accounting.add_preempted_row(request, row, unit)
             if row.sample:

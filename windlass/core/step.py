@@ -57,9 +57,10 @@ class Step:
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
         """The draft tokens that fit the budget and the blocks at hand; none causes a preemption."""
-        if count != request.num_left:
+        # A state cannot be rolled back when draft tokens are rejected.
+        if count != request.num_left or self.limits.layout.has_state:
             return ()
-        room = len(request.blocks) * self.limits.block_size - request.planned - count
+        room = request.room - request.planned - count
         max_drafts = min(self.budget - count, room, request.max_tokens - request.num_output - 1)
         return request.drafts[: max(0, max_drafts)]
 
@@ -154,7 +155,7 @@ class Step:
         start = request.planned
         if start < request.num_prompt or request.drafts:
             return False
-        if start + self.limits.lookahead >= len(request.blocks) * self.limits.block_size:
+        if start + self.limits.lookahead >= request.room:
             return False
         tokens = () if request.num_pending else (request.tokens[start],)
         adapter = request.adapter_slot

@@ -17,6 +17,9 @@ from windlass.errors import EngineError, RequestError
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 
+# An entry of a block table behind the window of its group: kernels do not read it.
+NO_BLOCK = BlockId(-1)
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -63,7 +66,9 @@ class Row(NamedTuple):
     start: int
     num_tokens: int
     tokens: tuple[int, ...]  # empty: the token that the runner sampled last for this slot
-    blocks: tuple[BlockId, ...]  # appended to the slot's block table
+    # Appended to the slot's block tables: as many for each group of the layout, one group after the
+    # other. NO_BLOCK: in a cached prefix, behind the window.
+    blocks: tuple[BlockId, ...]
     sample: bool  # whether to sample from the last position's logits
     num_drafts: int = 0  # the last `num_drafts` of `tokens` are draft tokens to verify
     adapter: int = 0  # device slot of the LoRA adapter; 0: none
