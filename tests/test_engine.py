@@ -54,7 +54,7 @@ def run_all(
         max_num_batched_tokens=256, num_blocks=200, max_model_len=300, max_num_seqs=4
     )
     world = World(step_limits)
-    runner = TightRunner(step_limits.num_blocks, step_limits.block_size)
+    runner = TightRunner(step_limits.num_blocks, step_limits.layout)
     runner.max_tokens = max_tokens
     engine = Engine(world.scheduler, runner, overlap=overlap)
     got: dict[str, list[int]] = {item.request_id: [] for item in requests}
@@ -89,7 +89,7 @@ def test_every_request_gets_its_tokens(overlap: bool, max_tokens: int) -> None:
 
 def test_the_overlapped_loop_launches_a_step_before_the_previous_one_is_computed() -> None:
     world = World(limits())
-    runner = TightRunner(world.limits.num_blocks, world.limits.block_size)
+    runner = TightRunner(world.limits.num_blocks, world.limits.layout)
     engine = Engine(world.scheduler, runner, overlap=True)
     engine.add(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True))
     assert engine.step() == []

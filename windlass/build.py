@@ -151,7 +151,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     with log.phase("load proposer"):
         speculation = _open_speculation(config, source, weights)
     with log.phase("KV cache"):
-        made = make_runner(config, hparams, weights, limits, speculation.token_bytes)
+        made = make_runner(config, hparams, weights, limits, beside=speculation.token_bytes)
     if adapters is not None:
         made.runner.attach_adapters(adapters.bank, adapters.store.get)
     grammars = _grammars(config, source)
@@ -289,7 +289,7 @@ def build_scorer(
     checkpoint = open_checkpoint(source.files, config.model)
     weights = load_network(config, source.hparams, checkpoint, weights=weights)
     steps = config.limits(choose_device(config.model).type)
-    made = make_runner(config, source.hparams, weights, steps)
+    made = make_runner(config, source.hparams, weights, steps, one_table=True)
     scorer = Scorer(
         runner=made.runner,
         network=weights.network,

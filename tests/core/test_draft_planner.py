@@ -236,7 +236,7 @@ def test_tokens_do_not_depend_on_the_governor(seed: int, proposer: ProposerTrait
             world.step()
             world.now += rng.random()
     world.finish_all(ahead=ahead)
-    longest = min(world.limits.max_model_len, world.limits.num_blocks * world.limits.block_size)
+    longest, layout = world.limits.max_model_len, world.limits.layout
     for item in requests:
-        assert world.got[item.request_id] == plain_loop(item, longest)
+        assert world.got[item.request_id] == plain_loop(item, longest, layout=layout)
     assert governor._slots == {}

@@ -329,7 +329,7 @@ class World:
         if group.lookback is None:
             assert num_held * size == request.room
         # Accepted draft tokens are sealed, and the blocks behind them freed, by the next row.
-        ahead = max(in_flight, request.room - request.computed) + self.draft_length
+        ahead = max(in_flight, request.room - request.computed) + self.runner.draft_length
         assert num_held <= group.blocks_for(request.room, ahead, size)
 
 

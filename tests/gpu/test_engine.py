@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from windlass import LLM, SamplingParams
+from windlass.runner import device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +72,34 @@ def test_overlap_with_preemption_equals_no_preemption(folder: Path) -> None:
 
 def test_captured_equals_eager(folder: Path) -> None:
     assert agreement(outputs(folder, GREEDY), outputs(folder, GREEDY, enforce_eager=True)) >= 0.9
+
+
+WINDOWS = {
+    "one group": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
+    "two groups": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_blocks_behind_a_window_are_not_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed blocks are used by other requests at once: 16 requests fill the pool."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | WINDOWS[case]))
+    params = replace(GREEDY, deterministic=True)
+    few = {"num_blocks": 120, "max_model_len": 400}
+    freed = [outputs(tmp_path, params, enforce_eager=eager, **few) for eager in (False, True)]
+    plain = agreement(outputs(tmp_path, GREEDY, **few), outputs(tmp_path, GREEDY))
+    kv_layout = device.kv_layout
+    monkeypatch.setattr(device, "kv_layout", lambda *given: kv_layout(*given).without_windows())
+    kept = outputs(tmp_path, params)
+    assert freed == [kept, kept]
+    assert plain >= 0.8
 
 
 def test_kernels_equal_the_reference(folder: Path) -> None:

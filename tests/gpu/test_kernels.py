@@ -88,7 +88,7 @@ def make_batch(
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32, device=CUDA)
     work = AttentionWork(singles=singles, tiles=on_device, splits=splits, counters=counters)
     return kv, StepBatch(
-        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv], work=work
+        positions=positions, token_slots=slots, tables=tables[None], spans=spans, kv=[kv], work=work
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from windlass.core.kv_layout import KVLayout
-from windlass.kernels import reference, torch_attention
-from windlass.kernels.batch import KVCache, LayerKV, Span, StepBatch, attention_layout
+from windlass.core.kv_layout import KVGroup, KVLayout
+from windlass.core.types import NO_BLOCK
+from windlass.errors import UnsupportedError
+from windlass.kernels import batch_invariant_attention, reference, torch_attention
+from windlass.kernels.batch import Heads, KVCache, LayerKV, Span, StepBatch, attention_layout
 
 CPU = torch.device("cpu")
 
@@ -47,7 +51,7 @@ def make_batch(
     positions = torch.cat([torch.arange(s, s + c) for s, c in rows])
     slots = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([c for _, c in rows]))
     return kv, StepBatch(
-        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv]
+        positions=positions, token_slots=slots, tables=tables[None], spans=spans, kv=[kv]
     )
 
 
@@ -68,6 +72,66 @@ def test_fused_equals_reference(rows, heads, kv_heads, dim, window) -> None:
     want = reference.attention(queries, kv, batch, dim**-0.5, window)
     got = torch_attention.attention(queries, kv, batch, dim**-0.5, window)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def hide_behind_window(kv: LayerKV, batch: StepBatch, window: int) -> tuple[LayerKV, StepBatch]:
+    """The same rows with NaN in the blocks behind the window, half of which have no table entry."""
+    kv = replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
+    batch = replace(batch, tables=batch.tables.clone())
+    num_hidden = 0
+    for span in batch.spans:
+        slot = batch.token_slots[span.first]
+        for index in range(reference.first_visible(span.start, window) // kv.block_size):
+            block = int(batch.tables[kv.group, slot, index])
+            kv.keys[block] = kv.values[block] = float("nan")
+            num_hidden += 1
+            if index % 2:
+                batch.tables[kv.group, slot, index] = NO_BLOCK
+    assert num_hidden
+    return kv, batch
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 40])
+@pytest.mark.parametrize("rows", [[(63, 1), (90, 1)], [(70, 9)], [(50, 1), (64, 40), (81, 1)]])
+def test_no_kernel_reads_behind_the_window(rows, window) -> None:
+    kv, batch = make_batch(rows, 2, 32, size=8)
+    queries = torch.randn(sum(c for _, c in rows), 6, 32)
+    freed = hide_behind_window(kv, batch, window)
+    for kernel in (reference, torch_attention, batch_invariant_attention):
+        want = kernel.attention(queries, kv, batch, 0.2, window)
+        assert torch.equal(kernel.attention(queries, *freed, 0.2, window), want)
+        exact = reference.attention(queries, kv, batch, 0.2, window)
+        torch.testing.assert_close(want, exact, atol=1e-5, rtol=1e-4)
+
+
+def test_layers_of_two_groups_use_their_own_tables() -> None:
+    layout = attention_layout(
+        [None, 5, None, 5], num_kv_heads=2, dim=16, block_size=4, dtype=torch.float32
+    )
+    cache = KVCache(layout, 9, torch.float32, CPU)
+    assert [layer.group for layer in cache.layers] == [0, 1, 0, 1]
+    assert cache.num_bytes == 9 * layout.block_bytes
+    assert cache.layers[0].keys.data_ptr() == cache.layers[1].keys.data_ptr()
+    tables = torch.tensor([[[3, 1, 4]], [[0, 5, 2]]])
+    positions, slots = torch.arange(11), torch.zeros(11, dtype=torch.long)
+    batch = StepBatch(positions, slots, tables, [Span(0, 11, 0)], cache.layers)
+    cos_sin = torch.rand(16, 16)
+    for seed, (layer, window) in enumerate(zip(cache.layers, (None, 5, None, 5), strict=True)):
+        qkv = torch.randn(11, 8 * 16, generator=torch.Generator().manual_seed(seed))
+        queries = reference.rope_write(qkv, Heads(4, 2, 16), cos_sin, None, layer, batch)
+        own = make_cache(1, (9, 2, 4, 16), torch.float32).layers[0]
+        plain = replace(batch, tables=tables[layer.group][None], kv=[own])
+        reference.rope_write(qkv, Heads(4, 2, 16), cos_sin, None, own, plain)
+        want = reference.attention(queries, own, plain, 0.2, window)
+        for kernel in (reference, torch_attention, batch_invariant_attention):
+            got = kernel.attention(queries, layer, batch, 0.2, window)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_only_keys_and_values_of_one_shape_have_pages() -> None:
+    state = KVGroup(kind="state", layers=(0,), page=(64,), item_bytes=4)
+    with pytest.raises(UnsupportedError, match="groups of the kinds state"):
+        KVCache(KVLayout.of([state], 4), 2, torch.float32, CPU)
 
 
 def test_row_does_not_depend_on_other_rows() -> None:
@@ -93,7 +157,7 @@ def test_soft_cap_bounds_the_scores() -> None:
     uncapped = reference.attention(queries, kv, batch, 1.0)
     capped = reference.attention(queries, kv, batch, 1.0, soft_cap=0.01)
     flat = torch.stack(
-        [reference.read_row(kv, batch.tables[0], n)[1][0].mean(0) for n in (11, 12, 13)]
+        [reference.read_row(kv, batch.tables[0, 0], n)[1][0].mean(0) for n in (11, 12, 13)]
     )
     torch.testing.assert_close(capped[:, 0], flat, atol=0.05, rtol=0.05)
     assert (uncapped - capped).abs().max() > 0.1

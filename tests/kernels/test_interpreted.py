@@ -7,11 +7,13 @@ run in a separate process.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.kernels.conftest import Check
+from tests.kernels.test_attention import hide_behind_window
 from windlass.kernels import reference
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 from windlass.kernels.packed import Activation
@@ -54,7 +56,7 @@ def make_batch(heads: Heads, rows: list[tuple[int, int]]) -> tuple[LayerKV, Step
     counters = torch.zeros(len(rows) * heads.num_kv, dtype=torch.int32)
     work = AttentionWork(singles=singles, tiles=on_device, splits=4, counters=counters)
     return kv, StepBatch(
-        positions=positions, token_slots=slots, tables=tables, spans=spans, kv=[kv], work=work
+        positions=positions, token_slots=slots, tables=tables[None], spans=spans, kv=[kv], work=work
     )
 
 
@@ -99,6 +101,37 @@ def test_attention(window: int | None, cap: float | None) -> None:
     got = attention(q, kv, batch, 0.2, window, cap)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     assert not batch.work.counters.any()
+
+
+@inside
+@pytest.mark.parametrize("window", [1, 20, 70])
+def test_attention_reads_nothing_behind_the_window(window: int) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    heads = Heads(6, 2, 48)
+    kv, batch = make_batch(heads, [(600, 1), (97, 1), (130, 40)])
+    q = torch.randn(42, 6, 48)
+    want = reference.attention(q, kv, batch, 0.2, window)
+    for batch_invariant in (False, True):
+        each = replace(batch, batch_invariant=batch_invariant)
+        freed = hide_behind_window(kv, each, window)
+        got = attention(q, *freed, 0.2, window)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+@inside
+def test_a_layer_uses_the_tables_of_its_group() -> None:
+    from windlass.kernels.triton.attention import attend
+
+    heads = Heads(6, 2, 24)
+    kv, batch = make_batch(heads, [(60, 1), (5, 3)])
+    qkv, table = torch.randn(4, 10 * 24), torch.rand(640, 24)
+    ours = LayerKV(kv.keys.clone(), kv.values.clone(), group=1)
+    tables = torch.cat([torch.full_like(batch.tables, -1), batch.tables])
+    want = attend(qkv, heads, table, None, kv, batch, 0.2)
+    got = attend(qkv, heads, table, None, ours, replace(batch, tables=tables), 0.2)
+    assert torch.equal(got, want)
+    assert torch.equal(ours.keys, kv.keys)
 
 
 @inside
@@ -159,7 +192,7 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
     want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-1]
     got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)[used]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
-    real = rows_batch.tables[:padding].flatten().long()
+    real = rows_batch.tables[0, :padding].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     torch.testing.assert_close(ours.values[real], kv.values[real])
     assert not counters.any()
@@ -178,7 +211,7 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     starts, width = [600, 0, 14, 63, 127], length + siblings
     kv, rows_batch = make_batch(heads, [(start, length) for start in starts] + [(0, 1)] * 2)
     padding, spare_slot = 5, 6
-    spare = int(rows_batch.tables[spare_slot, 0])
+    spare = int(rows_batch.tables[0, spare_slot, 0])
     positions, slots, alternatives = [], [], []
     for row, start in enumerate(starts):
         positions += [*range(start, start + length), start + 1, start + 1]
@@ -217,7 +250,7 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     queries = reference.rope_write(own, heads, table, norms, kv, rows_batch)
     want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-2]
     torch.testing.assert_close(got[used], want, atol=1e-4, rtol=1e-3)
-    real = rows_batch.tables[: len(starts)].flatten().long()
+    real = rows_batch.tables[0, : len(starts)].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
     for row, at, j in alternatives:
         start = starts[row]
@@ -229,7 +262,7 @@ def test_siblings_attend_to_the_first_token_and_themselves(
         queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, separate, batch)
         alone = reference.attention(queries, separate, batch, 0.2, window)[1]
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
-        block, offset = int(rows_batch.tables[row, (start + 1) // 16]), (start + 1) % 16
+        block, offset = int(rows_batch.tables[0, row, (start + 1) // 16]), (start + 1) % 16
         for pages, own in ((ours.keys, separate.keys), (ours.values, separate.values)):
             torch.testing.assert_close(pages[spare, :, siblings * row + j], own[block, :, offset])
     assert not counters.any()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.world import make_layout
 from tests.kernels.conftest import Check
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import NoGrammars
@@ -111,7 +112,7 @@ class ToyNetwork:
     ) -> Tensor:
         del aux_hidden_states
         slots, positions = batch.token_slots.long(), batch.positions.long()
-        tables = batch.tables[slots].long()
+        tables = batch.tables[-1, slots].long()
         own = tables.gather(1, positions[:, None] // BLOCK)[:, 0]
         self._pages[own, positions % BLOCK] = ids.long()
         context = self._pages[tables].flatten(1)
@@ -258,8 +259,8 @@ class Ready(NoGrammars):
         return request_id
 
 
-def make_parts(sampling: Callable[[SlotTables], Sampling]) -> RunnerParts:
-    slots = SlotTables(SLOTS, MAX_LEN // BLOCK + 1, BLOCK, CPU, scratch=200)
+def make_parts(sampling: Callable[[SlotTables], Sampling], num_groups: int = 1) -> RunnerParts:
+    slots = SlotTables(SLOTS, MAX_LEN // BLOCK + 1, BLOCK, CPU, scratch=200, num_groups=num_groups)
     network: Any = ToyNetwork()
     cache: Any = Pages()
     parts = RunnerParts(
@@ -279,12 +280,13 @@ def eager_runner() -> Runner:
     return Runner(parts, [EagerExecutor(parts, ReferenceMetadata(parts.slots))])
 
 
-def graph_runner(max_draft_tokens: int = 0) -> tuple[Runner, FakeBackend]:
+def graph_runner(max_draft_tokens: int = 0, num_groups: int = 1) -> tuple[Runner, FakeBackend]:
     from windlass.runner.device_sampler import DeviceSampler
 
     backend = FakeBackend()
     parts = make_parts(
-        lambda slots: DeviceSampler(slots, VOCAB, backend=backend, kernels=TorchKernels())
+        lambda slots: DeviceSampler(slots, VOCAB, backend=backend, kernels=TorchKernels()),
+        num_groups,
     )
     sampler = parts.sampling
     assert isinstance(sampler, DeviceSampler)
@@ -293,7 +295,7 @@ def graph_runner(max_draft_tokens: int = 0) -> tuple[Runner, FakeBackend]:
     )
     slots = parts.slots
     executors: list[Executor] = [
-        DecodeGraphs(decode_forward(parts, sampler, metadata), sampler, SLOTS, SLOTS),
+        DecodeGraphs(decode_forward(parts, sampler, metadata), sampler, slots, SLOTS),
         MixedGraphs(
             MixedForward(parts, sampler, metadata),
             sampler,
@@ -350,17 +352,23 @@ class Counting:
 
 
 def generate(
-    runner: Counting, params: Sequence[SamplingParams], *, overlap: bool, prompts: int = 11
+    runner: Counting,
+    params: Sequence[SamplingParams],
+    *,
+    overlap: bool,
+    prompts: int = 11,
+    num_groups: int = 1,
 ) -> dict[str, list[Output]]:
+    num_blocks = 60 * num_groups
     limits = SchedulerLimits(
         max_num_seqs=SLOTS,
         max_num_batched_tokens=24,
         max_model_len=MAX_LEN,
-        block_size=BLOCK,
-        num_blocks=60,
+        layout=make_layout(*["full"] * num_groups, block_size=BLOCK),
+        num_blocks=num_blocks,
         lookahead_after_drafts=4,
     )
-    scheduler = Scheduler(limits, BlockPool(60), caching=False, grammars=Ready())
+    scheduler = Scheduler(limits, BlockPool(num_blocks), caching=False, grammars=Ready())
     engine = Engine(scheduler, runner, overlap=overlap)
     random, found = Random(3), {}
     for i in range(prompts):
@@ -464,6 +472,17 @@ def test_graphs_equal_eager_steps(name: str, overlap: bool) -> None:
         assert counting.executors["mixed graph"] > 2
         assert set(counting.refusals) >= {("decode graph", "not every row decodes one token")}
     assert backend.num_replays == sum(counting.executors.values()) - counting.executors["eager"]
+
+
+@inside
+@pytest.mark.parametrize("overlap", [True, False])
+def test_graphs_use_the_tables_of_all_groups(overlap: bool) -> None:
+    want = generate(Counting(eager_runner()), CASES["greedy"], overlap=False)
+    runner, _ = graph_runner(num_groups=3)
+    counting = Counting(runner)
+    same(generate(counting, CASES["greedy"], overlap=overlap, num_groups=3), want)
+    assert counting.executors["decode graph"] > 10
+    assert ("decode graph", "a row has several new blocks") not in counting.refusals
 
 
 @inside

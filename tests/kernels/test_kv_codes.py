@@ -61,7 +61,7 @@ def write(dtype: torch.dtype, counts: list[int]) -> KVCache:
     start = 0
     for count in counts:
         positions = torch.arange(start, start + count)
-        tables = torch.tensor([[2, 0, 3]])
+        tables = torch.tensor([[[2, 0, 3]]])
         batch = StepBatch(positions, torch.zeros(count, dtype=torch.long), tables, [], cache.layers)
         part = qkv[start : start + count]
         reference.rope_write(part, Heads(4, 2, 16), table, None, cache.layers[0], batch)

@@ -82,15 +82,18 @@ def our_logits(
     parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
     network = make_network(spec, parts)
     load(network, SafetensorsCheckpoint(sorted(folder.glob("*.safetensors"))), CPU)
-    cache = KVCache(kv_layout(spec, 4, torch.float32), 16, torch.float32, CPU)
-    slots = SlotTables(1, 16, 4, CPU)
+    layout = kv_layout(spec, 4, torch.float32)
+    num_groups = len(layout.groups)
+    cache = KVCache(layout, 16 * num_groups, torch.float32, CPU)
+    slots = SlotTables(1, 16, 4, CPU, num_groups=num_groups)
     admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]
     outputs, start, held = [], 0, 0
     with torch.inference_mode():
         for count in chunks:
             need_blocks = -(-(start + count) // 4)
-            blocks = tuple(free[held:need_blocks])
+            fresh = free[held:need_blocks]
+            blocks = tuple(block * num_groups + i for i in range(num_groups) for block in fresh)
             held = need_blocks
             row = Row("r", 0, start, count, tuple(ids[start : start + count]), blocks, True)
             plan = StepPlan([row], [admission] if start == 0 else [])

@@ -38,6 +38,11 @@ class Capacity:
         return self.layout.block_size
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes per token that all groups of the layout keep."""
+        return self.bytes_per_block * len(self.layout.groups) // self.block_size
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that all groups of the layout can keep."""
         return self.num_blocks // len(self.layout.groups) * self.block_size

@@ -180,7 +180,7 @@ class KVAllocator:
 
     def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
         """The position up to which to allocate: draft tokens and lookahead only from spare blocks."""
-        spare = min(len(request.drafts), spare)
+        spare = 0 if self._limits.layout.has_state else min(len(request.drafts), spare)
         if spare:
             spare += self._limits.lookahead_after_drafts
         spare = max(spare, self._limits.lookahead)

@@ -142,6 +142,18 @@ class KVLayout:
         """Bytes of the blocks of one request."""
         return self.blocks_for(num_tokens, chunk) * self.block_bytes
 
+    def bytes_read(self, context: int) -> float:
+        """Bytes that one decoded token reads, after a context of so many tokens."""
+        return sum(
+            group.num_bytes
+            * (
+                1
+                if group.kind == "state"
+                else min(context, group.window or context) / self.block_size
+            )
+            for group in self.groups
+        )
+
     def max_tokens(self, num_blocks: int, chunk: int, longest: int) -> int:
         """The longest request, up to `longest` tokens, that `num_blocks` blocks hold."""
         low, high = 0, longest

@@ -208,7 +208,9 @@ class StepBatch:
 
     positions: Tensor  # [tokens]
     token_slots: Tensor  # [tokens] row of `tables` of each token
-    tables: Tensor  # [slots, max blocks] block ids
+    # [groups, slots, max blocks] block ids. Entries behind a group's window are stale or NO_BLOCK:
+    # a kernel reads no page, nor computes its address, before a row's first visible position.
+    tables: Tensor
     spans: list[Span]
     kv: list[LayerKV]
     work: AttentionWork | None = None
@@ -217,6 +219,10 @@ class StepBatch:
     logits_indices: LogitsIndices | None = None  # None: all tokens
     # Ranges of prompt tokens [first, last), whose activations GEMMs may quantise more coarsely.
     prompts: Sequence[tuple[int, int]] = ()
+
+    def table_of(self, kv: LayerKV) -> Tensor:
+        """The block tables that find a layer's pages: [slots, max blocks]."""
+        return self.tables[kv.group]
 
     @property
     def all_singles(self) -> bool:

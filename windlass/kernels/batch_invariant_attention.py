@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from windlass.kernels.batch import LayerKV, Span, StepBatch
-from windlass.kernels.reference import read_row
+from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.reference import first_visible, read_row, visible
 
 _TILE = 16
 
@@ -27,37 +28,37 @@ def attention(
     """Same contract as `reference.attention`."""
     out = torch.empty_like(queries)
     for span in batch.spans:
-        table = batch.tables[batch.token_slots[span.first]]
+        table = batch.table_of(kv)[batch.token_slots[span.first]]
         for tile in range(span.start // _TILE * _TILE, span.context, _TILE):
             begin, end = max(tile, span.start), min(tile + _TILE, span.context)
             rows = slice(span.first + begin - span.start, span.first + end - span.start)
             q = queries.new_zeros((_TILE, *queries.shape[1:]))
             q[begin - tile : end - tile] = queries[rows]
-            mixed = _attend(q, kv, table, Span(0, _TILE, tile), scale, window, soft_cap)
+            first = first_visible(begin, window)
+            # Queries of the tile that are not in this step would read freed or unwritten positions.
+            padding = (0, 0, first - first_visible(tile, window), tile + _TILE - end)
+            keys, values = (pad(part, padding) for part in read_row(kv, table, end, first))
+            mixed = _attend(q, keys, values, tile, scale, window, soft_cap)
             out[rows] = mixed[begin - tile : end - tile]
     return out
 
 
 def _attend(
     q: Tensor,
-    kv: LayerKV,
-    table: Tensor,
-    tile: Span,
+    keys: Tensor,
+    values: Tensor,
+    tile: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    keys, values = (part.to(q.dtype) for part in read_row(kv, table, tile.context))
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
     group = q.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
     scores = torch.einsum("qhd,hkd->hqk", q, keys).float() * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    query = torch.arange(tile.start, tile.context, device=q.device)[:, None]
-    key = torch.arange(keys.shape[1], device=q.device)[None, :]
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
+    mask = visible(tile, _TILE, window, q.device)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(q.dtype)
     return torch.einsum("hqk,hkd->qhd", weights, values)

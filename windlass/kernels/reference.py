@@ -72,7 +72,7 @@ def rope_write(
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
     slots, size = batch.token_slots, kv.block_size
-    blocks = batch.tables[slots, batch.positions // size].long()
+    blocks = batch.table_of(kv)[slots, batch.positions // size].long()
     offsets = batch.positions % size
     for pages, scales, new in (
         (kv.keys, kv.key_scales, rope(k, cos, sin)),
@@ -118,16 +118,23 @@ def _gather(pages: Tensor, tables: Tensor) -> Tensor:
     return picked.transpose(1, 2).flatten(2, 3)
 
 
-def read_row(kv: LayerKV, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Read one row's keys and values from the pages: [kv_heads, context, dim]."""
-    keys, values = read_rows(kv, table[None, : -(-context // kv.block_size)])
-    return keys[0, :, :context], values[0, :, :context]
+def read_row(kv: LayerKV, table: Tensor, context: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Read the keys and values of a row's positions first to context: [kv_heads, positions, dim]."""
+    size = kv.block_size
+    keys, values = read_rows(kv, table[None, first // size : -(-context // size)])
+    positions = slice(first % size, context - first // size * size)
+    return keys[0, :, positions], values[0, :, positions]
+
+
+def first_visible(start: int, window: int | None) -> int:
+    """The first position that queries from `start` on attend to."""
+    return 0 if window is None else max(0, start - window + 1)
 
 
 def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask of the keys that each of `count` queries from `start` attends to: [count, start + count]."""
+    """Mask of the keys, from the first visible one on, that each of `count` queries attends to."""
     query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(start + count, device=device)[None, :]
+    key = torch.arange(first_visible(start, window), start + count, device=device)[None, :]
     mask = key <= query
     if window is not None:
         mask &= key > query - window
@@ -148,9 +155,9 @@ def attention(
     """
     out = torch.empty_like(queries)
     for span in batch.spans:
-        table = batch.tables[batch.token_slots[span.first]]
+        table = batch.table_of(kv)[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]
-        keys, values = read_row(kv, table, span.context)
+        keys, values = read_row(kv, table, span.context, first_visible(span.start, window))
         group = q.shape[1] // keys.shape[0]
         keys = keys.float().repeat_interleave(group, dim=0)
         values = values.float().repeat_interleave(group, dim=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.kernels.batch import LayerKV, Span, StepBatch
-from windlass.kernels.reference import read_row, read_rows, visible
+from windlass.kernels.reference import first_visible, read_row, read_rows, visible
 
 
 def attention(
@@ -30,7 +30,7 @@ def attention(
         _attend_singles(out, queries, kv, batch, single, scale, window)
     for span in batch.spans:
         if span.count > 1:
-            table = batch.tables[batch.token_slots[span.first]]
+            table = batch.table_of(kv)[batch.token_slots[span.first]]
             _attend_chunk(out, queries, kv, table, span, scale, window)
     return out
 
@@ -48,10 +48,16 @@ def _attend_singles(
     _, kv_heads, size, dim = kv.keys.shape
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
-    max_blocks = -(-int(contexts.max()) // size)
-    tables = batch.tables[batch.token_slots[tokens], :max_blocks]
-    keys, values = read_rows(kv, tables)
-    key = torch.arange(max_blocks * size, device=queries.device)
+    tables = batch.table_of(kv)[batch.token_slots[tokens]]
+    first = torch.zeros_like(contexts)
+    if window is not None:
+        first = (contexts - window).clamp_min(0) // size
+    last = (contexts - 1) // size
+    width = int((last - first).max()) + 1
+    blocks = first[:, None] + torch.arange(width, device=queries.device)
+    # Padding repeats the row's last block: entries behind a window or past the end are not read.
+    keys, values = read_rows(kv, tables.gather(1, blocks.minimum(last[:, None])))
+    key = first[:, None] * size + torch.arange(width * size, device=queries.device)
     mask = key < contexts[:, None]
     if window is not None:
         mask &= key >= contexts[:, None] - window
@@ -73,7 +79,8 @@ def _attend_chunk(
 ) -> None:
     """Compute one row of several queries, with or without a cached prefix."""
     q = queries[span.first : span.first + span.count]  # [count, heads, dim]
-    keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context))
+    first = first_visible(span.start, window)
+    keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context, first))
     group = q.shape[1] // keys.shape[0]
     # [count, kv_heads, group, dim] -> [kv_heads, group * count, dim]
     folded = q.unflatten(1, (keys.shape[0], group)).permute(1, 2, 0, 3).flatten(1, 2)

@@ -122,8 +122,7 @@ def make_network(hparams: HParams, parts: Parts) -> Network:
 
 def kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
     """The KV layout of a model whose network need not exist. `dtype`: of the KV cache."""
-    # One block table serves all layers.
-    return _network_class(hparams).kv_layout(hparams, block_size, dtype).without_windows()
+    return _network_class(hparams).kv_layout(hparams, block_size, dtype)
 
 
 def _network_class(hparams: HParams) -> Any:

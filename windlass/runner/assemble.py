@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -245,16 +245,31 @@ def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
 
 
 def make_runner(
-    config: EngineConfig, hparams: HParams, loaded: Loaded, limits: Limits, beside: int = 0
+    config: EngineConfig,
+    hparams: HParams,
+    loaded: Loaded,
+    limits: Limits,
+    *,
+    beside: int = 0,
+    one_table: bool = False,
 ) -> Assembled:
     """Size and allocate the KV cache after the weights are loaded, and build the runner.
 
-    `beside`: bytes per token to leave free for a proposer's own KV.
+    `beside`: bytes per token to leave free for a proposer's own KV. `one_table`: rows have blocks for
+    one group, as those of proposers, so a layout of several groups keeps all blocks.
     """
     parts, size = loaded.parts, config.cache.block_size
     kv_format = _kv_format(config, hparams, parts)
-    per_request = -(-parts.max_positions // size)
-    tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + _BLOCK_ID_BYTES * per_request)
+    layout = kv_format.layout
+    # A proposer's KV lies in the target's blocks, and it may look behind the target's windows.
+    one_table = one_table or config.speculation.spec != "none"
+    if beside or (one_table and len(layout.groups) > 1):
+        layout = layout.without_windows()
+        kv_format = replace(kv_format, layout=layout)
+    in_flight = 2 * limits.max_num_batched_tokens  # the overlapped loop has two steps
+    max_blocks = -(-parts.max_positions // size)
+    table_bytes = _BLOCK_ID_BYTES * len(layout.groups) * max_blocks
+    tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + table_bytes)
     found.check_tables_fit(limits.max_num_seqs, tables_bytes)
     maker = _Maker(
         config=config, hparams=hparams, loaded=loaded, limits=limits, kv_format=kv_format
@@ -265,7 +280,7 @@ def make_runner(
         kv_format.layout,
         parts.device,
         limits.memory_share,
-        limits.max_num_seqs * per_request,
+        limits.max_num_seqs * layout.blocks_for(parts.max_positions, in_flight),
         beside=size * beside,
         reserved=sum(reserved.values()),
     )
@@ -273,7 +288,7 @@ def make_runner(
     runner, cache = maker.make(capacity.num_blocks)
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
-        max_model_len = min(max_model_len, capacity.num_tokens)
+        max_model_len = layout.max_tokens(capacity.num_blocks, in_flight, max_model_len)
     memory = {
         "weights": loaded.weight_bytes,
         "KV cache": cache.num_bytes,
@@ -294,13 +309,17 @@ def make_draft_runner(
     num_blocks: int,
     cache: KVCache | None = None,
 ) -> tuple[Runner, KVCache]:
-    """A second runner with the same number of blocks; `cache`: KV pages shared with the target."""
+    """A second runner with the same number of blocks; `cache`: KV pages shared with the target.
+
+    The target has one block table, and the draft model's layers use it.
+    """
+    kv_format = _kv_format(config, hparams, loaded.parts)
     maker = _Maker(
         config=config,
         hparams=hparams,
         loaded=loaded,
         limits=limits,
-        kv_format=_kv_format(config, hparams, loaded.parts),
+        kv_format=replace(kv_format, layout=kv_format.layout.without_windows()),
     )
     return maker.make(num_blocks, cache)
 
@@ -325,7 +344,7 @@ class _Maker:
 
     def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache."""
-        hparams, parts = self._hparams, self._loaded.parts
+        parts = self._loaded.parts
         size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
         # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
@@ -340,6 +359,7 @@ class _Maker:
             block_size=size,
             device=parts.device,
             scratch=num_blocks,
+            num_groups=len(kv_format.layout.groups),
         )
         runner_parts = RunnerParts(
             network=self._loaded.network,

@@ -18,7 +18,11 @@ from windlass.kernels.storages import Held, held
 
 
 class SlotTables:
-    """Owns the block table and the last sampled token of each slot, plus one padding slot."""
+    """Owns the block tables and the last sampled token of each slot, plus one padding slot.
+
+    There is one table per group of the KV layout. Blocks that the scheduler frees behind a window
+    stay in it: kernels do not read them.
+    """
 
     def __init__(
         self,
@@ -27,15 +31,17 @@ class SlotTables:
         block_size: int,
         device: torch.device,
         scratch: int = 0,
+        num_groups: int = 1,
     ) -> None:
         """`scratch` is the block of the padding slot; the block after it is spare."""
         self.size = block_size
         self.num_slots = num_slots
+        self.num_groups = num_groups
         self.device = device
-        self._host = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        self._host = np.zeros((num_groups, num_slots + 1, max_blocks), dtype=np.int32)
         self._scratch = scratch
         self.spare = scratch + 1
-        self._host[num_slots] = scratch
+        self._host[:, num_slots] = scratch
         self._num_blocks = np.zeros(num_slots + 1, dtype=np.int64)
         on_cpu = device.type == "cpu"
         self.tables = torch.from_numpy(self._host)
@@ -52,8 +58,8 @@ class SlotTables:
         """Point all table entries of these slots to the scratch block."""
         if slots:
             at = np.array(slots)
-            self._host[at] = self._scratch
-            self.tables[to_device(at, self.device)] = self._scratch  # asynchronous
+            self._host[:, at] = self._scratch
+            self.tables[:, to_device(at, self.device)] = self._scratch  # asynchronous
 
     def apply(self, plan: StepPlan) -> list[Row]:
         """Reset the tables of admitted slots and append new blocks; returns the rows that have any."""
@@ -62,17 +68,18 @@ class SlotTables:
         grown = [row for row in plan.rows if row.blocks]
         for row in grown:
             used = self._num_blocks[row.slot]
-            self._host[row.slot, used : used + len(row.blocks)] = row.blocks
-            self._num_blocks[row.slot] = used + len(row.blocks)
+            end = used + len(row.blocks) // self.num_groups
+            self._host[:, row.slot, used:end] = np.reshape(row.blocks, (self.num_groups, -1))
+            self._num_blocks[row.slot] = end
         return grown
 
     def blocks_of(self, slot: SlotId) -> list[BlockId]:
-        """The blocks of a slot in token order."""
-        return self._host[slot, : self._num_blocks[slot]].tolist()
+        """The blocks of a slot in token order, for each group, one group after the other."""
+        return list(map(BlockId, self._host[:, slot, : self._num_blocks[slot]].flatten().tolist()))
 
     def has_room(self, slot: SlotId, num_tokens: int) -> bool:
         """Whether a slot has blocks for `num_tokens`; the last table entry is not used."""
-        return num_tokens <= min(int(self._num_blocks[slot]), self._host.shape[1] - 1) * self.size
+        return num_tokens <= min(int(self._num_blocks[slot]), self._host.shape[2] - 1) * self.size
 
     def send(self, rows: list[Row]) -> None:
         """Copy the tables of these rows to the device."""
@@ -80,8 +87,8 @@ class SlotTables:
             return
         slots = np.array([row.slot for row in rows])
         width = int(self._num_blocks[slots].max())
-        fresh = to_device(self._host[slots, :width], self.device)
-        self.tables[to_device(slots, self.device), :width] = fresh
+        fresh = to_device(self._host[:, slots, :width], self.device)
+        self.tables[:, to_device(slots, self.device), :width] = fresh
 
     def set_last(self, slots: Sequence[SlotId], tokens: Sequence[int]) -> None:
         """Store the last sampled tokens of slots."""

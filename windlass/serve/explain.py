@@ -204,7 +204,7 @@ def _setting(top: str, trace: RequestTrace, report: EngineReport) -> Json | None
     capacity = report.capacity
     if top == BLOCKERS[BLOCKS] or (top == "redone" and trace.timeline.num_preemptions):
         tokens = trace.timeline.num_prompt + trace.timeline.num_output
-        lacking = trace.short_blocks or -(-tokens // capacity.block_size)
+        lacking = trace.short_blocks or capacity.layout.blocks_for(tokens)
         extra_mib = lacking * capacity.bytes_per_block / 2**20
         why = f"it lacked {_many(lacking, 'block')}, {extra_mib:,.1f} MiB of KV cache"
         return _flag("--num-blocks", capacity.num_blocks + lacking, why)

@@ -157,7 +157,7 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
         message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {message}") from error
     kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype
-    layout = kv_layout(draft.hparams, context.config.cache.block_size, kind)
+    layout = kv_layout(draft.hparams, context.config.cache.block_size, kind).without_windows()
     return DraftModelLoader(
         context=context, draft=draft, loaded=loaded, token_bytes=layout.token_bytes
     )

@@ -267,8 +267,8 @@ struct Pages {
     WindlassCommand c{};
     c.op = op;
     c.rows = requests.tokens;
-    const int sizes[6] = {kHeads, kKvHeads, dim, kPage, keys.type, rope ? dim : window};
-    std::copy(sizes, sizes + 6, c.sizes);
+    const int sizes[7] = {kHeads, kKvHeads, dim, kPage, keys.type, 0, rope ? dim : window};
+    std::copy(sizes, sizes + 7, c.sizes);
     c.scalars[0] = rope ? static_cast<float>(kEps) : 0.125f;
     c.step_tensors[0] = rope ? qkv.data() : q.data();
     c.step_tensors[1] = rope ? q.data() : out.data();

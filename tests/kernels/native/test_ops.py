@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.test_attention import make_batch
+from tests.kernels.test_attention import hide_behind_window, make_batch
 from tests.kernels.test_kv_codes import coded
+from windlass.core.types import NO_BLOCK
 from windlass.kernels import reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.native import compiled
@@ -194,6 +195,33 @@ def test_attention_of_any_shape(
     got = ops.attention(queries, kv, batch, dim**-0.5, window)
     want = reference.attention(queries, kv, batch, dim**-0.5, window)
     torch.testing.assert_close(got, want, **(SOFTMAX if dtype == torch.float32 else FLOAT16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 40, 130])
+@pytest.mark.parametrize("rows", [[(300, 1), (150, 1)], [(260, 30)], [(290, 1)] * 9 + [(400, 20)]])
+def test_attention_reads_nothing_behind_the_window(
+    ops: NativeOps, rows: list[tuple[int, int]], window: int, dtype: torch.dtype
+) -> None:
+    queries, whole, batch = batch_of(rows, 6, 2, 64)
+    kv = pages_of_type(whole, dtype)
+    freed = hide_behind_window(kv, batch, window)
+    want = ops.attention(queries, kv, batch, 0.125, window)
+    assert torch.equal(ops.attention(queries, *freed, 0.125, window), want)
+
+
+def test_a_layer_uses_the_tables_of_its_group(ops: NativeOps) -> None:
+    queries, whole, batch = batch_of([(100, 3), (40, 1)], 6, 2, 64)
+    qkv, cos_sin = normal(4, 10 * 64, seed=3), normal(512, 64)
+    tables = torch.cat([torch.full_like(batch.tables, NO_BLOCK), batch.tables])
+    of_second = replace(batch, tables=tables), replace(whole, group=1)
+    ours = replace(of_second[1], keys=whole.keys.clone(), values=whole.values.clone())
+    heads = Heads(6, 2, 64)
+    ops.rope_write(qkv, heads, cos_sin, None, ours, of_second[0])
+    ops.rope_write(qkv, heads, cos_sin, None, whole, batch)
+    assert torch.equal(ours.keys, whole.keys)
+    want = ops.attention(queries, whole, batch, 0.125)
+    assert torch.equal(ops.attention(queries, ours, of_second[0], 0.125), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -184,7 +184,7 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype) -> None:
     cos_sin, qkv = normal(tokens, dim), normal(tokens, 4 * dim, seed=3)
     bad = with_specials(qkv, specials)
     rtol = {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 1e-5)
-    blocks = batch.tables[batch.token_slots, batch.positions // 16]
+    blocks = batch.tables[0, batch.token_slots, batch.positions // 16]
     for norms in (None, (normal(dim, seed=4), normal(dim, seed=5), 1e-6)):
         ours, theirs = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
         got = ops.rope_write(bad, heads, cos_sin, norms, ours, batch)
@@ -255,7 +255,7 @@ def check_attention(
         for tensor in ("keys", "values"):
             pages = getattr(whole, tensor).clone()
             for slot, value in enumerate(values):
-                block = int(batch.tables[slot, position // 16])
+                block = int(batch.tables[0, slot, position // 16])
                 pages[block, 1, position % 16, 7] = value
             changed = pages_of_type(replace(whole, **{tensor: pages}), dtype)
             sees = of_special & (batch.positions >= position)
@@ -283,7 +283,7 @@ def test_scores_of_minus_infinity_have_no_weight(ops: NativeOps, dtype: torch.dt
     for count in (1, 128, 256, 301):
         kv = pages_of_type(replace(whole, keys=whole.keys.clone()), dtype)
         for position in range(count):
-            kv.keys[int(batch.tables[0, position // 16]), :, position % 16, 3] = -torch.inf
+            kv.keys[int(batch.tables[0, 0, position // 16]), :, position % 16, 3] = -torch.inf
         one = torch.ones(1, dtype=torch.bool)
         got = assert_attention(ops, queries, kv, batch, one, None, [f"{count} keys of -infinity"])
         assert got.isnan().all() == (count == 301), f"{count} keys of -infinity"
@@ -293,7 +293,7 @@ def test_large_values_of_keys_without_weight(ops: NativeOps) -> None:
     """exp(-200) is 0, not the smallest float: times 3e38 that would be 4."""
     queries, whole, batch = batch_of([(20, 1)], 1, 1, 8)
     for position in range(21):
-        block, offset = int(batch.tables[0, position // 16]), position % 16
+        block, offset = int(batch.tables[0, 0, position // 16]), position % 16
         whole.keys[block, 0, offset] = 0.0
         whole.values[block, 0, offset] = 3e38 if position else 1.0
         whole.keys[block, 0, offset, 0] = -200.0 if position else 0.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models import tiny as gguf_models
 from tests.quant import packers
@@ -16,9 +17,10 @@ from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
+from windlass.models.network import kv_layout
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
-from windlass.tools.plan.speed import Machine, default_factor, kv_tokens_read
+from windlass.tools.plan.speed import Machine, default_factor
 
 GIB = 2**30
 # Widths that are not multiples of a kernel tile, groups of 64 and of 32, and a tied head.
@@ -184,8 +186,30 @@ def test_step_time_is_the_longer_of_reads_and_gemms() -> None:
 def test_sliding_window_bounds_kv_reads() -> None:
     values = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
     hparams = HParams.from_hf(values)
-    assert kv_tokens_read(hparams, 256) == 64
-    assert kv_tokens_read(hparams, 32) == 32
+    layout = kv_layout(hparams, 16, torch.float16)
+    assert layout.bytes_read(256) == 64 * layout.token_bytes
+    assert layout.bytes_read(32) == 32 * layout.token_bytes
+
+
+def test_a_window_bounds_the_kv_cache(tmp_path: Path) -> None:
+    values = {**CONFIG, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096}
+    found = {}
+    given = {"load_format": "dummy", "device": "cpu", "max_num_batched_tokens": 64}
+    for window in (64, None):
+        folder = tmp_path / str(window)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values | {"sliding_window": window}))
+        asked = {"formats": ["as stored"], "kv_cache_dtype": "auto", "context": 4096}
+        (found[window],) = plan(folder, concurrency=8, **asked, **given).candidates
+    windowed, full = found[64], found[None]
+    assert windowed.kv_bytes_per_token == full.kv_bytes_per_token
+    block = 16 * full.kv_bytes_per_token
+    assert full.options["kv_cache_memory_bytes"] == 8 * 256 * block
+    # Seven requests hold the window and a block; one has the chunks of two steps as well.
+    assert windowed.options["kv_cache_memory_bytes"] == (7 * (4 + 1) + 4 + 9) * block
+    assert windowed.most_requests[4096] > 20 * full.most_requests[4096]
+    memory = built_bytes(tmp_path / "64", **given, **windowed.options)
+    assert memory["KV cache"] == windowed.options["kv_cache_memory_bytes"]
 
 
 def test_measured_machine_is_cached(

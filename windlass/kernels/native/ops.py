@@ -93,7 +93,7 @@ class NativeOps:
             tokens,
             step_tensors=(qkv.contiguous(), out),
             model_tensors=(cos_sin, q_weight, k_weight, *_pages(kv)),
-            sizes=(*_heads(heads, kv), cos_sin.shape[1]),
+            sizes=(*_heads(heads, kv, batch), cos_sin.shape[1]),
             scalars=(eps,),
         )
         self._run(call, batch)
@@ -118,7 +118,7 @@ class NativeOps:
             tokens,
             step_tensors=(queries.contiguous(), out),
             model_tensors=_pages(kv),
-            sizes=(*_heads(heads, kv), window or _NO_WINDOW),
+            sizes=(*_heads(heads, kv, batch), window or _NO_WINDOW),
             scalars=(scale,),
         )
         self._run(call, batch)
@@ -181,7 +181,7 @@ class BatchStep:
         step = Step(
             num_tokens=len(positions),
             num_rows=len(spans),
-            table_stride=tables.shape[1],
+            table_stride=tables.shape[2],
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
             tables=tables.data_ptr(),
@@ -208,8 +208,9 @@ def prompt_spans(pool: Pool, batch: StepBatch) -> Iterator[None]:
         yield
 
 
-def _heads(heads: Heads, kv: LayerKV) -> tuple[int, ...]:
-    return heads.num_q, heads.num_kv, heads.dim, kv.block_size, TYPE_OF[kv.keys.dtype]
+def _heads(heads: Heads, kv: LayerKV, batch: StepBatch) -> tuple[int, ...]:
+    tables = kv.group * batch.tables[0].numel()
+    return heads.num_q, heads.num_kv, heads.dim, kv.block_size, TYPE_OF[kv.keys.dtype], tables
 
 
 def _pages(kv: LayerKV) -> tuple[Tensor | None, ...]:

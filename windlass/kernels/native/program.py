@@ -34,7 +34,7 @@ class ProgramInputs:
     """Owns the inputs of a step, in memory that the commands read."""
 
     def __init__(self, limits: ProgramLimits, tables: Tensor) -> None:
-        """`tables` is read in place: [slots, blocks] of int32."""
+        """`tables` is read in place: [groups, slots, blocks] of int32."""
         self.tokens = np.zeros((3, limits.tokens), dtype=np.int32)  # ids, positions, slots
         self.adapters = np.zeros(limits.tokens, dtype=np.int32)  # the adapter slot of each token
         self._rows = np.zeros((limits.rows, 4), dtype=np.int32)
@@ -43,7 +43,7 @@ class ProgramInputs:
         self._tables = tables
         ids, positions, slots = (row.ctypes.data for row in self.tokens)
         self.step = Step(
-            table_stride=tables.shape[1],
+            table_stride=tables.shape[2],
             tables=tables.data_ptr(),
             ids=ids,
             positions=positions,

@@ -70,12 +70,17 @@ def _scan(
     at = tl.arange(0, TILE)
     d = tl.arange(0, q.shape[1])
     last = tl.minimum(query, length - 1)
+    hidden = -1  # the last position behind the window of every row: its page may be another row's
+    if WINDOWED:
+        hidden = tl.min(query, 0) - window
     ahead = begin * TILE + at
     if table is not None:
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
     for tile in range(begin, end):
         position = tile * TILE + at
         seen = position < length
+        if WINDOWED:
+            seen = seen & (position > hidden)
         if table is None:
             row = (origin + position) * NUM_KV + head
         else:

@@ -25,6 +25,7 @@ from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import Executor, PendingStep, SampledStep
 from windlass.runner.inputs import StepInputs, StepShape
+from windlass.runner.slots import SlotTables
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -56,11 +57,12 @@ class DecodeGraphs(Executor):
     name = "decode graph"
 
     def __init__(
-        self, compute: Compute, sampler: DeviceSampler, padding: int, max_rows: int
+        self, compute: Compute, sampler: DeviceSampler, slots: SlotTables, max_rows: int
     ) -> None:
-        """`padding`: the slot of padding rows; `max_rows`: the largest batch to capture."""
+        """`max_rows`: the largest batch to capture."""
         self._sampler = sampler
-        self._padding = np.array([[0], [0], [padding], [-1], [0]], dtype=np.int32)
+        self._slots = slots
+        self._padding = np.array([[0], [0], [slots.num_slots], [-1], [0]], dtype=np.int32)
         self._sizes = graph_sizes(max_rows)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
         self._inputs = StagedInputs(sampler.backend, 5 * self._sizes[-1], sampler.device)
@@ -89,7 +91,7 @@ class DecodeGraphs(Executor):
             return "heads draft in the step"
         if shape.num_rows > self._sizes[-1]:
             return "more rows than captured"
-        if shape.max_new_blocks > 1:
+        if shape.max_new_blocks > self._slots.num_groups:
             return "a row has several new blocks"
         if shape.needs_all_hidden or shape.scores_prompts:
             return "all hidden states are read"
@@ -101,7 +103,11 @@ class DecodeGraphs(Executor):
         graph = self._graphs.get(shape) or self._capture(shape)
         view, count = self._view(shape), inputs.shape.num_rows
         inputs.pack(view)
-        view[3, :count] = inputs.new_blocks
+        if self._slots.num_groups == 1:
+            view[3, :count] = inputs.new_blocks
+        else:
+            self._slots.send(inputs.grown)
+            view[3, :count] = -1
         if shape.adapted:
             view[4, :count] = inputs.adapters
         view[:, count:] = self._padding[: shape.numbers]
@@ -131,7 +137,7 @@ def decode_forward(parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceM
             positions,
             row_slots,
             size,
-            slots.tables.stride(0),
+            slots.tables.stride(1),
             SIZE=slots.size,
             num_warps=1,
             **pdl.options(),

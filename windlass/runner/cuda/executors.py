@@ -43,9 +43,7 @@ def cuda_executors(
         max_tokens=max_tokens,
         draft_length=max_draft_tokens,
     )
-    decode = DecodeGraphs(
-        decode_forward(parts, sampler, metadata), sampler, parts.slots.num_slots, max_rows
-    )
+    decode = DecodeGraphs(decode_forward(parts, sampler, metadata), sampler, parts.slots, max_rows)
     if not max_draft_tokens:
         return [decode, mixed, eager]
     verify = VerifyGraphs(

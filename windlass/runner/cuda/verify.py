@@ -414,7 +414,7 @@ class VerifyForward:
         pages, slots = self._parts.cache.pages, self._parts.slots
         assert pages is not None
         assert self._siblings is not None
-        adopt(pages, inputs, chosen, slots.tables, self._siblings.shape[1] - 1, slots.spare)
+        adopt(pages, inputs, chosen, slots.tables[0], self._siblings.shape[1] - 1, slots.spare)
 
     def _stage_next(
         self,

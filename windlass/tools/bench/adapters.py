@@ -112,7 +112,7 @@ def _tenancy(built: Built, num_slots: int) -> dict[str, Any]:
     base, adapter = report.memory["weights"], report.memory["adapters"] / num_slots
     capacity = report.capacity
     # KV cache of one request of full length, for which every tenant needs room.
-    cache = report.max_model_len / capacity.block_size * capacity.bytes_per_block
+    cache = capacity.layout.blocks_for(report.max_model_len) * capacity.bytes_per_block
     total = whole_bytes(device)
     shared = math.ceil((base + _TENANTS * (adapter + cache)) / total)
     separate = math.ceil(_TENANTS / max(1, total // (base + adapter + cache)))

@@ -74,7 +74,7 @@ class WindlassEngine:
         self.vocab_size = built.report.vocab_size
         network, capacity = built.weights.network, built.report.capacity
         self.device = device_of(network)
-        self.traffic = traffic_of(network, capacity.bytes_per_block / capacity.block_size)
+        self.traffic = traffic_of(network, capacity.token_bytes)
         self.choices = {choice.what: choice.value for choice in built.report.choices}
 
     def run(self, requests: Sequence[Request]) -> EngineRun:

@@ -182,8 +182,7 @@ class Bench:
             "weights_source": self._weights.about(variant.weights),
             "weights_mib": round(built.weights.weight_bytes / _MIB, 1),
             "kernels": weight_kernels(built.weights.network),
-            "kv_token_bytes": built.report.capacity.bytes_per_block
-            // built.report.capacity.block_size,
+            "kv_token_bytes": built.report.capacity.token_bytes,
             "context": self._weights.source.hparams.max_positions,
             "max_num_seqs": built.report.max_num_seqs,
             "max_num_batched_tokens": built.report.max_num_batched_tokens,

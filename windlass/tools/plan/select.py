@@ -39,7 +39,7 @@ from windlass.tools.plan.quality import (
     typical,
     typical_kv,
 )
-from windlass.tools.plan.speed import Machine, given_machine, kv_tokens_read, measure_machine
+from windlass.tools.plan.speed import Machine, given_machine, measure_machine
 
 _DEFAULT_CONTEXT = 4096
 _SAME_SPEED = 0.97  # speeds at least this near to the best count as equal; then quality decides
@@ -116,12 +116,13 @@ class _MemoryNeed:
     weight_bytes: int
     layout: KVLayout
     step_bytes: int  # of the largest step
+    step_tokens: int
     row_bytes: int  # logits, per running request
     spare_blocks: int  # reserved by the runner
 
     def kv_bytes(self, context: int, concurrency: int) -> int:
-        """Return the bytes of the blocks of all requests."""
-        return concurrency * self.layout.bytes_for(context)
+        """Return the bytes of the blocks of all requests, one of which is in a prefill."""
+        return self._prefill_bytes(context) + (concurrency - 1) * self.layout.bytes_for(context)
 
     def total_bytes(self, context: int, concurrency: int) -> int:
         return (
@@ -130,7 +131,12 @@ class _MemoryNeed:
 
     def max_requests(self, context: int, memory: int) -> int:
         """Return how many requests fit; 0 if the weights alone do not."""
-        return max(0, memory - self._fixed_bytes) // (self.kv_bytes(context, 1) + self.row_bytes)
+        left = memory - self._fixed_bytes - self._prefill_bytes(context) - self.row_bytes
+        return 0 if left < 0 else 1 + left // (self.layout.bytes_for(context) + self.row_bytes)
+
+    def _prefill_bytes(self, context: int) -> int:
+        """Return the bytes of a request with chunks in two steps, as the overlapped loop has."""
+        return self.layout.bytes_for(context, 2 * self.step_tokens)
 
     @property
     def _fixed_bytes(self) -> int:
@@ -297,7 +303,7 @@ class _Evaluator:
         shorter = (length for length in _GRID_CONTEXTS if length < longest)
         contexts = sorted({*shorter, query.context, longest})
         counts = sorted({*_GRID_CONCURRENCIES, query.concurrency})
-        tok_s = partial(self._tok_s, weights, need.layout.token_bytes)
+        tok_s = partial(self._tok_s, weights, need.layout)
         return Candidate(
             format=weights.name,
             kv_dtype=kv_dtype,
@@ -339,6 +345,7 @@ class _Evaluator:
             weight_bytes=weights.weight_bytes,
             layout=kv_format.layout,
             step_bytes=self.query.step_tokens * step_width * itemsize,
+            step_tokens=self.query.step_tokens,
             # Logits in the compute dtype, and in float32 for the sampler.
             row_bytes=hparams.vocab_size * (itemsize + 4),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
@@ -355,12 +362,12 @@ class _Evaluator:
         ).is_native
 
     def _tok_s(
-        self, weights: FormatSize, token_bytes: int, rows: int, context: int
+        self, weights: FormatSize, layout: KVLayout, rows: int, context: int
     ) -> float | None:
         """Estimate decode speed with full contexts. 16-bit GEMMs vary too much between CPUs."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
-        kv_bytes = rows * kv_tokens_read(self.hparams, context) * token_bytes
+        kv_bytes = rows * layout.bytes_read(context)
         seconds = self.machine.step_seconds(
             weights.read_bytes + kv_bytes, rows * weights.num_weights, self.hparams.num_layers
         )

@@ -19,7 +19,6 @@ import torch
 
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.kernels.native.compiled import cpu_identity
-from windlass.models.hparams import HParams
 from windlass.tools.common.device import read_bandwidth, synchronise
 
 # Defaults until the steps of a model are measured on this machine: the share of the read bandwidth
@@ -123,12 +122,6 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 def save_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
     """Cache the factor for later plans on this machine."""
     _save(_factor_path(_cache_path(device, dtype)), asdict(factor))
-
-
-def kv_tokens_read(hparams: HParams, context: int) -> float:
-    """Mean over layers of the tokens that one row's attention reads; sliding windows bound it."""
-    seen = [min(context, window or context) for window in hparams.sliding_windows]
-    return sum(seen) / len(seen)
 
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:

@@ -68,7 +68,9 @@ class MeasuredSteps:
                 "the step costs are from a GPU that this machine does not have: set the size of its "
                 "KV cache with --num-blocks or --kv-cache-memory-bytes."
             )
-        max_blocks = limits.max_num_seqs * -(-max_context(config, opened) // size)
+        in_flight = 2 * limits.max_num_batched_tokens
+        per_request = layout.blocks_for(max_context(config, opened), in_flight)
+        max_blocks = limits.max_num_seqs * per_request
         return size_cache(config.cache, layout, device, limits.memory_share, max_blocks)
 
     def to_json(self) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _measure(
         scheduler=replace(config.scheduler, max_num_seqs=rows, max_num_batched_tokens=tokens),
     )
     device = choose_device(config.model).type
-    made = make_runner(sized, hparams, weights, sized.limits(device))
+    made = make_runner(sized, hparams, weights, sized.limits(device), one_table=True)
     found = calibrate(made.runner, limits, hparams.sliding_windows)
     if found.spread <= _MAX_SPREAD:
         _save_factor(config, opened, weights, found.costs)

@@ -138,7 +138,10 @@ class WhatIf:
     def _max_model_len(self) -> int:
         context = max_context(self.config, self.opened)
         is_auto = self.config.model.max_model_len == AUTO
-        return min(context, self.capacity.num_tokens) if is_auto else context
+        if not is_auto:
+            return context
+        layout, in_flight = self.capacity.layout, 2 * self.limits.max_num_batched_tokens
+        return layout.max_tokens(self.capacity.num_blocks, in_flight, context)
 
     def check(self, loads: Sequence[Load], slo: Slo, repeat: int = 1) -> Record:
         """Predict each load, run it, and report the difference.

@@ -250,7 +250,7 @@ class Layer:
         return StepBatch(
             positions=positions,
             token_slots=rows,
-            tables=tables,
+            tables=tables[None],
             spans=spans,
             kv=[pages] * hparams.num_layers,
         )

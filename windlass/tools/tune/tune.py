@@ -279,7 +279,7 @@ class Tuner:
         capacity = steps.capacity(config, self._opened, limits)
         context = max_context(config, self._opened)
         # Room for one request of the whole context, even if this load has none.
-        min_blocks = -(-context // capacity.block_size)
+        min_blocks = capacity.layout.blocks_for(context, 2 * limits.max_num_batched_tokens)
         num_blocks = max(min_blocks, int(share * capacity.num_blocks))
         if num_blocks < capacity.num_blocks:
             capacity = replace(capacity, num_blocks=num_blocks)

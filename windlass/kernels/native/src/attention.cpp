@@ -41,6 +41,9 @@ struct Job {
   bool uses_f16() const { return kHasF16Math && kv.type == kTypeF16; }
   int lines(const Task& t) const { return t.count * kv.group(); }
   const WindlassRow& row(const Task& t) const { return run.step.rows[t.row]; }
+  int first_visible(int position) const {
+    return window > 0 ? std::max(0, position - window + 1) : 0;
+  }
   float* query(int which, const Task& t, int head, int line) const {
     const int token = row(t).first + t.first + line / kv.group();
     const int q_head = head * kv.group() + line % kv.group();
@@ -70,8 +73,7 @@ void merge(bool begun, float& peak, float& sum, float* acc, float other_peak, fl
 }
 
 VisibleRange visible_range(const Job& job, const KVChunk& chunk, int position) {
-  const int from = job.window > 0 ? std::max(0, position - job.window + 1) : 0;
-  return {std::clamp(from - chunk.first, 0, chunk.count),
+  return {std::clamp(job.first_visible(position) - chunk.first, 0, chunk.count),
           std::clamp(position + 1 - chunk.first, 0, chunk.count)};
 }
 
@@ -80,7 +82,8 @@ const void* next_key(const Job& job, const Task& task, int head, int p) {
   const Pages& kv = job.kv;
   const bool ends = p + 1 == task.last_chunk;
   if (ends && head + 1 == kv.num_kv) return nullptr;
-  const int position = (ends ? task.first_chunk : p + 1) * kChunkKeys;
+  const int visible = job.first_visible(job.row(task).start + task.first);
+  const int position = std::max((ends ? task.first_chunk : p + 1) * kChunkKeys, visible);
   const size_t index =
       kv.head_index(job.run.step, job.row(task).slot, position, head + (ends ? 1 : 0));
   const size_t each = static_cast<size_t>(kv.dim) * bytes_of(kv.type);
@@ -125,6 +128,7 @@ void attend(const Job& job, const Task& task, int head, SoftmaxState& out) {
   for (int p = task.first_chunk; p < task.last_chunk; ++p) {
     chunk.first = p * kChunkKeys;
     chunk.count = std::min(kChunkKeys, start + task.count - chunk.first);
+    chunk.hidden = std::clamp(job.first_visible(start) - chunk.first, 0, chunk.count);
     chunk.next = next_key(job, task, head, p);
     read_chunk(job.kv, job.run.step, job.scale, row.slot, head,
                job.uses_f16() || count <= 4, job.uses_f16(), chunk);
@@ -214,7 +218,7 @@ bool make_plan(const Job& job, Plan& plan) {
     for (int first = 0; first < row.count; first += tile) {
       const int count = std::min(tile, row.count - first);
       const int start = row.start + first;
-      const int low = job.window > 0 ? std::max(0, start - job.window + 1) / kChunkKeys : 0;
+      const int low = job.first_visible(start) / kChunkKeys;
       const Task task{r, first, count, low, (start + count - 1) / kChunkKeys + 1, nullptr};
       const int chunks = task.last_chunk - task.first_chunk;
       if (!divide || row.count > 1 || chunks == 1) {
@@ -241,7 +245,7 @@ bool make_plan(const Job& job, Plan& plan) {
 }  // namespace
 
 bool run_attention(const Run& run) {
-  const Job job{run, kv_pages(run, 0), run.size(5), run.command.scalars[0]};
+  const Job job{run, kv_pages(run, 0), run.size(6), run.command.scalars[0]};
   Plan plan;
   if (!make_plan(job, plan)) return false;
   const int heads = job.kv.num_kv;

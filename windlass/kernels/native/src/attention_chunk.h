@@ -17,6 +17,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // Keys and values of one chunk: in their pages, or converted to float32.
 struct KVChunk {
   int first, count;  // positions
+  int hidden;  // how many of the first are behind the window of all queries
   bool f16;  // float16 in the pages; else float32
   const void* next;  // first key after the chunk, or null
   const void* keys[kChunkKeys];
@@ -25,6 +26,9 @@ struct KVChunk {
   float value_scales[kChunkKeys];
   alignas(64) float scratch[2 * kChunkKeys * kMaxDim];
 };
+
+// Stands for a key or value behind the window, whose page may belong to another request.
+alignas(64) inline constexpr float kZeros[kMaxDim] = {};
 
 // The keys of a chunk that a line may attend to.
 struct VisibleRange {
@@ -77,7 +81,11 @@ inline void read_chunk(const Pages& kv, const WindlassStep& step, float scale, i
   chunk.f16 = kv.type == kTypeF16 && few;
   const bool in_place = kv.type == kTypeF32 || chunk.f16;
   float* values_scratch = chunk.scratch + kChunkKeys * kv.dim;
-  for (int k = 0, run; k < chunk.count; k += run) {
+  for (int k = 0; k < chunk.hidden; ++k) {
+    chunk.keys[k] = chunk.values[k] = kZeros;
+    chunk.key_scales[k] = chunk.value_scales[k] = 0.0f;
+  }
+  for (int k = chunk.hidden, run; k < chunk.count; k += run) {
     const int position = chunk.first + k;
     run = std::min(kv.page_size - position % kv.page_size, chunk.count - k);
     const size_t index = kv.head_index(step, slot, position, head);

@@ -17,7 +17,7 @@
 //   sample    x, out (int32)                params, keys                   width
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
-// positions per page, type of the pages. lora adds the adapters' output to y, with the matrices of
+// positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
 // kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
 // slots, outputs of each part. Its scales: null if down and up are float32, else those of int8 codes.
 // The order of a sum never depends on the number of rows.
@@ -64,7 +64,7 @@ constexpr int32_t kStepRows = 16;
 struct WindlassCommand {
   int32_t op;
   int32_t rows;
-  int32_t sizes[6];
+  int32_t sizes[7];
   float scalars[2];
   void* step_tensors[5];
   const void* model_tensors[7];
@@ -85,7 +85,8 @@ struct WindlassStep {
   const int32_t* ids;  // per token
   const int32_t* positions;  // per token
   const int32_t* slots;  // per token: the row of `tables`
-  const int32_t* tables;  // [slots][table_stride] pages
+  // [groups][slots][table_stride] pages. Entries behind a window are not valid.
+  const int32_t* tables;
   const WindlassRow* rows;
   const int32_t* sampled;  // tokens whose rows go to the LM head
   const int32_t* adapters;  // per token: the adapter's slot, 0 for none

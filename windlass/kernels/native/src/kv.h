@@ -14,12 +14,13 @@ struct Pages {
   void* values;
   float* key_scales;  // int8 pages: one per position and head
   float* value_scales;
+  size_t table;  // offset of the layer's block tables in those of the step
 
   int group() const { return num_q / num_kv; }
 
   // Returns the index of a position's head among all heads of the cache.
   size_t head_index(const WindlassStep& step, int slot, int position, int head) const {
-    const size_t line = static_cast<size_t>(slot) * static_cast<size_t>(step.table_stride);
+    const size_t line = table + static_cast<size_t>(slot) * static_cast<size_t>(step.table_stride);
     const int block = step.tables[line + static_cast<size_t>(position / page_size)];
     return (static_cast<size_t>(block) * static_cast<size_t>(num_kv) + static_cast<size_t>(head)) *
                static_cast<size_t>(page_size) +
@@ -37,7 +38,8 @@ inline Pages kv_pages(const Run& run, int first_tensor) {
           at(0),
           at(1),
           static_cast<float*>(at(2)),
-          static_cast<float*>(at(3))};
+          static_cast<float*>(at(3)),
+          static_cast<size_t>(run.size(5))};
 }
 
 }  // namespace windlass

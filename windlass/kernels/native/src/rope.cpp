@@ -65,7 +65,7 @@ void rotate(const float* x, const float* cos_sin, int half, int dim, float* out)
 
 bool run_rope(const Run& run) {
   const Pages kv = kv_pages(run, 3);
-  const int rotary_dim = run.size(5), dim = kv.dim;
+  const int rotary_dim = run.size(6), dim = kv.dim;
   const int heads = kv.num_q + 2 * kv.num_kv;
   const float* norms[2] = {run.model_tensor<float>(1), run.model_tensor<float>(2)};
   run.each_row(4 * heads * dim, [&](int token) {
