@@ -9,10 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from windlass.core.types import EngineStats, Timeline
+from windlass.core.types import EngineStats, StepResult, Timeline
 from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.messages import Stats, decode_from_engine, encode
 from windlass.serve.metrics import Metrics
+
+
+def test_executors_and_their_refusals_are_counted() -> None:
+    metrics, before = Metrics("m"), EngineStats()
+    refusals = (("decode graph", "no draft tokens"), ("mixed graph", "a row is deterministic"))
+    before.count_executor(StepResult([], executor="decode graph"))
+    after = EngineStats(num_steps=3, executors=dict(before.executors))
+    for _ in range(2):
+        after.count_executor(StepResult([], executor="eager", refusals=refusals))
+    metrics.observe_stats(before, EngineStats())
+    (message,) = decode_from_engine(encode([Stats(after, 0)]))
+    metrics.observe_stats(message.stats, before)
+    lines = metrics.render(engine_up=True).decode().splitlines()
+    assert 'windlass:steps_total{executor="eager",model_name="m"} 2.0' in lines
+    labels = 'executor="mixed graph",model_name="m",reason="a row is deterministic"'
+    assert f"windlass:executor_refusals_total{{{labels}}} 2.0" in lines
 
 
 def test_draft_tokens_have_vllms_metric_names() -> None:

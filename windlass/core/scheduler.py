@@ -198,6 +198,8 @@ class Scheduler:
             num_used_blocks=self._allocator.pool.num_used,
             num_cached_blocks=self._allocator.pool.num_cached,
             accepted_per_position=list(self._count.accepted_per_position),
+            executors=dict(self._count.executors),
+            refusals={name: dict(found) for name, found in self._count.refusals.items()},
         )
 
     # ---- plan --------------------------------------------------------------------------------
@@ -402,6 +404,7 @@ class Scheduler:
             elif got.prompt_logprobs:
                 scores = request.unreported(row, got.prompt_logprobs)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
+        self._count.count_executor(result)
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         failures = result.grammar_failures
         return outputs + self._fail_broken(failures) if failures else outputs

@@ -267,6 +267,9 @@ class EngineStats:
     accepted_per_position: list[int] = field(default_factory=list)
     num_saved_tokens: int = 0  # generated without a step of their own
     drafting_s: float = 0.0
+    executors: dict[str, int] = field(default_factory=dict)  # steps by the executor that took them
+    # Steps by executor and the reason why it refused them.
+    refusals: dict[str, dict[str, int]] = field(default_factory=dict)
     adapters: AdapterStats | None = None
     grammars: GrammarStats | None = None
     account: Account = Account()
@@ -278,6 +281,14 @@ class EngineStats:
         if self.num_drafts:
             self.num_saved_tokens += sum([count - 1 for count in num_tokens if count > 1])
         self.drafting_s += drafting_s
+
+    def count_executor(self, result: StepResult) -> None:
+        """Count which executor computed a step, and why those asked before it refused."""
+        if result.executor:
+            self.executors[result.executor] = self.executors.get(result.executor, 0) + 1
+        for name, reason in result.refusals:
+            reasons = self.refusals.setdefault(name, {})
+            reasons[reason] = reasons.get(reason, 0) + 1
 
     def count_draft(self, timeline: Timeline, num_drafted: int, num_accepted: int) -> None:
         """Count one row's draft tokens, here and on its request."""

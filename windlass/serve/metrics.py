@@ -74,6 +74,18 @@ class Metrics:
             _COUNTS,
         )
 
+        self._executors = Counter(
+            f"{_PREFIX}steps",
+            "Steps by the executor that computed them.",
+            (_LABEL, "executor"),
+            registry=self.registry,
+        )
+        self._executor_refusals = Counter(
+            f"{_PREFIX}executor_refusals",
+            "Steps that an executor refused, by reason; a slower executor computed them.",
+            (_LABEL, "executor", "reason"),
+            registry=self.registry,
+        )
         self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
@@ -220,6 +232,17 @@ class Metrics:
             self._observe_grammars(stats.grammars, last.grammars)
         if stats.num_steps > last.num_steps:
             self._step_tokens.observe(stats.num_step_tokens)
+            self._observe_executors(stats, last)
+
+    def _observe_executors(self, stats: EngineStats, last: EngineStats) -> None:
+        for name, count in stats.executors.items():
+            added = count - last.executors.get(name, 0)
+            self._executors.labels(self._model_name, name).inc(added)
+        for name, reasons in stats.refusals.items():
+            before = last.refusals.get(name, {})
+            for reason, count in reasons.items():
+                added = count - before.get(reason, 0)
+                self._executor_refusals.labels(self._model_name, name, reason).inc(added)
 
     def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
         self._on_device.set(stats.num_resident)

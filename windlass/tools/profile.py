@@ -29,7 +29,7 @@ from torch.profiler import profile as torch_profile
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
+from windlass.core.types import EngineStats, NewRequest
 from windlass.engine import Engine
 from windlass.kernels.ops import Ops
 from windlass.layers.attention import Attention
@@ -108,6 +108,7 @@ class Phase:
     wall_ms: float
     profiled_ms: float
     shares: list[Share]
+    executors: list[str]  # which executors took the steps, and why faster ones refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class _Measured:
     tokens: int  # per step
     seconds: float
     events: list[FunctionEvent]
+    executors: list[str]
 
 
 def profile(
@@ -198,6 +200,7 @@ def _measure(
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     profiler = torch_profile(activities=activities) if profiled else None
+    before = engine.stats()
     with profiler or nullcontext():
         synchronise(device)
         started = time.perf_counter()
@@ -206,19 +209,30 @@ def _measure(
                 engine.step()
         synchronise(device)
         seconds = time.perf_counter() - started
-    tokens = engine.stats().num_step_tokens
-    if profiler is None:
-        return _Measured(name=name, steps=num_steps, tokens=tokens, seconds=seconds, events=[])
-    if trace is not None:
+    after = engine.stats()
+    if profiler is not None and trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
     return _Measured(
         name=name,
         steps=num_steps,
-        tokens=tokens,
+        tokens=after.num_step_tokens,
         seconds=seconds,
-        events=list(profiler.events() or []),
+        events=[] if profiler is None else list(profiler.events() or []),
+        executors=_executors(after, before),
     )
+
+
+def _executors(after: EngineStats, before: EngineStats) -> list[str]:
+    """The executors of the steps between two stats, and the refusals of faster ones."""
+    taken = {name: n - before.executors.get(name, 0) for name, n in after.executors.items()}
+    lines = [f"{name}: {count} steps" for name, count in taken.items() if count]
+    for name, reasons in after.refusals.items():
+        for reason, count in reasons.items():
+            count -= before.refusals.get(name, {}).get(reason, 0)
+            if count:
+                lines.append(f"{name} refused {count}: {reason}")
+    return lines
 
 
 # ---- scopes ------------------------------------------------------------------------------------
@@ -292,6 +306,7 @@ def _phase(plain: _Measured, profiled: _Measured, on_gpu: bool) -> Phase:
         tokens=profiled.tokens,
         wall_ms=1e3 * plain.seconds / plain.steps,
         profiled_ms=1e3 * profiled.seconds / steps,
+        executors=plain.executors,
         shares=sorted(shares, key=lambda share: -share.ms),
     )
 
@@ -386,4 +401,4 @@ def show(phases: Sequence[Phase]) -> None:
         for share in phase.shares:
             calls = f"{share.calls:,.0f}" if share.calls else "-"
             table.add_row(share.kind, f"{share.ms:,.3f}", f"{share.percent:.1f}", calls)
-        console.print(table, "")
+        console.print(table, *phase.executors, "", sep="\n")

@@ -111,14 +111,15 @@ class GraphShape:
             arrays.ends[0] = last
 
     def fill(self, input_buffer: Tensor, inputs: StepInputs, padding: int) -> None:
-        """Write a step to a host buffer."""
-        self.clear(input_buffer, padding)
+        """Write a step to a host buffer, with padding in all unused entries."""
         rows, spans, last = inputs.rows, inputs.spans, self.tokens - 1
         arrays = self.parts(input_buffer)
         tiles = attention_tiles(rows, spans, self.tile)
         ends = [span.first + span.count for span in spans]
         logits_indices = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
-        inputs.pack(arrays.tokens.numpy())
+        tokens = arrays.tokens.numpy()
+        tokens[:] = np.array([[0], [0], [padding]])
+        inputs.pack(tokens)
         _put(arrays.singles, [span.first for span in spans if span.count == 1], last)
         _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
         _put(arrays.logits_indices, logits_indices, last)
