@@ -155,7 +155,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     if adapters is not None:
         made.runner.attach_adapters(adapters.bank, adapters.store.get)
     grammars = _grammars(config, source)
-    matchers = RequestMatchers(grammars.built, config.grammar)
+    matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
     made.runner.attach_grammars(matchers)
     capacity = made.capacity
     log.choices += [
@@ -206,7 +206,6 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         config,
         scheduler=scheduler,
         runner=runner,
-        matchers=matchers,
         made=made,
         weights=weights,
         adapters=adapters,
@@ -238,12 +237,10 @@ def _make_engine(
     *,
     scheduler: Scheduler,
     runner: Runner | SpeculativeRunner,
-    matchers: RequestMatchers,
     made: Assembled,
     weights: Loaded,
     adapters: AdapterSetup | None,
 ) -> Engine:
-    from windlass.runner.grammar import GrammarRunner
     from windlass.runner.memory import RunnerMemory
 
     device = weights.parts.device
@@ -254,7 +251,7 @@ def _make_engine(
     if adapters is not None:
         owners.append(adapters.store)
     memory = RunnerMemory(owners, device, steps)
-    return Engine(scheduler, GrammarRunner(runner, matchers), overlap=overlap, memory=memory)
+    return Engine(scheduler, runner, overlap=overlap, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,9 @@ class Matchers:
         matcher.catch_up(new.tokens[new.num_prompt :])
         return matcher
 
+    def prefetch(self, matchers: Sequence[Parity]) -> None:
+        assert matchers
+
     def take_failures(self) -> tuple[GrammarFailure, ...]:
         return ()
 

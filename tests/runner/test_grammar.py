@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from windlass.errors import EngineError, RequestError
 from windlass.models.dummy import ByteTokenizer
 from windlass.runner.grammar import Grammar, open_grammar
 from windlass.runner.sampler import Sampler
+from windlass.text.grammar import matchers as matchers_module
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matcher import RequestMatcher
@@ -65,7 +67,7 @@ def grammars() -> GrammarCompiler:
 
 @cache
 def matchers() -> RequestMatchers:
-    return RequestMatchers(grammars().built, GrammarConfig())
+    return RequestMatchers(grammars().built, GrammarConfig(), VOCAB + 4)
 
 
 def admission(form: dict[str, Any], tokens: bytes = b"", **sampling: Any) -> SlotInit:
@@ -102,6 +104,27 @@ def write(new: SlotInit, max_tokens: int = 200) -> str | None:
             return out.decode()
         out.append(token)
     return None
+
+
+def test_masks_computed_in_parallel_equal_those_of_each_request(monkeypatch) -> None:
+    forms = [form for form, _ in FORMS.values()]
+    alone, together = ([matchers().open(admission(form)) for form in forms] for _ in "ab")
+    for turn in range(6):
+        slow = turn == 2
+        monkeypatch.setattr(matchers_module, "_SLOW_S", 0.0 if slow else 9.0)
+        matchers().prefetch(together)
+        assert matchers()._was_slow == slow
+        if turn == 3:  # after slow masks the next ones are computed one by one
+            assert all(each._next_mask is None for each in together)
+        for one, other in zip(alone, together, strict=True):
+            mask = one.mask()
+            assert mask is not None
+            assert (other.mask() or b"")[: len(mask)] == mask
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            token = int(np.flatnonzero(bits)[0])
+            one.take(token)
+            other.take(token)
+    assert not matchers().take_failures()
 
 
 @pytest.mark.parametrize("seed", range(5))

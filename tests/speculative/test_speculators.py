@@ -140,7 +140,7 @@ def reference_drafts(recorded: Recorded, folder: Path, norms: dict[str, bool]) -
     ids = weights["d2t"] + torch.arange(count)
     module = Reference(shape, ids, norms)
     module.load_state_dict({**weights, "t2d": module.t2d})
-    network = recorded.llm.engine._runner._runner._runner._parts.network
+    network = recorded.llm.engine._runner._runner._parts.network
     table = network.model.rotary.cos_sin
     kv, tokens, drafted = UnrolledKV(), recorded.following, []
     with torch.no_grad():

@@ -98,7 +98,7 @@ class World:
         self.backend, self.clock = FakeBackend(), Clock()
         config = GrammarConfig(grammar_memory_bytes=memory_mib * MIB, grammar_step_timeout=0.1)
         self.grammars = GrammarCompiler(self.backend, config)
-        self.matchers = RequestMatchers(self.grammars.built, config, self.clock)
+        self.matchers = RequestMatchers(self.grammars.built, config, 8, self.clock)
         self.started: dict[str, str] = {}  # the grammars of requests
 
     def enter(self, name: str, regex: str) -> None:

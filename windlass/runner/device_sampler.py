@@ -344,6 +344,9 @@ class DeviceSampler:
 
     def _masks(self, rows: Sequence[_SpecialRow]) -> tuple[Tensor, list[int]]:
         """The masks of the rows that have one, [masks, words], and the mask of each row (-1: none)."""
+        followed = [row.state.grammar.matcher for row in rows if row.state.grammar is not None]
+        if followed and self.grammars is not None:
+            self.grammars.prefetch(followed)
         found: list[NDArray[Any]] = []
         mask_rows = []
         for row in rows:

@@ -183,7 +183,7 @@ class EagerExecutor(Executor):
             samples = self._sample(inputs, batch, hidden)
             if drafter is None and not shape.scores_prompts:
                 return SampledStep(inputs, samples)
-            results = inputs.result(samples.wait()).rows
+            results = inputs.spread(samples.wait())
             if shape.scores_prompts:
                 self._score_prompts(inputs, hidden, results)
             if drafter is not None:

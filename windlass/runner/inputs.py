@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.core.types import Row, RowResult, SlotId, SlotInit, StepPlan, StepResult
+from windlass.core.types import (
+    GrammarFailure,
+    Row,
+    RowResult,
+    SlotId,
+    SlotInit,
+    StepPlan,
+    StepResult,
+)
 from windlass.kernels.batch import Span
 from windlass.runner.verify import SampleRequest, sample_requests
 
@@ -56,6 +64,8 @@ class SlotFacts:
     def __init__(self, coarse_prompts: bool = False) -> None:
         """`coarse_prompts`: CPU GEMMs quantise prompt activations coarsely."""
         self.coarse_prompts = coarse_prompts
+        # The requests whose grammar failed since the last call.
+        self.take_failures: Callable[[], tuple[GrammarFailure, ...]] = tuple
         self.has_drafter = False  # else a proposer outside the runner makes the drafts
         self._inits: dict[SlotId, SlotInit] = {}
         self._deterministic: set[SlotId] = set()
@@ -232,10 +242,17 @@ class StepInputs:
 
     def result(self, samples: list[RowResult], prelaunched: bool = False) -> StepResult:
         """The step's result from the results of the rows that sample."""
-        results = samples
-        if len(samples) < len(self.rows):
-            found = iter(samples)
-            results = [next(found) if row.sample else RowResult([]) for row in self.rows]
         return StepResult(
-            results, prelaunched=prelaunched, executor=self.executor, refusals=self.refusals
+            self.spread(samples),
+            prelaunched=prelaunched,
+            grammar_failures=self.facts.take_failures(),
+            executor=self.executor,
+            refusals=self.refusals,
         )
+
+    def spread(self, samples: list[RowResult]) -> list[RowResult]:
+        """A result for every row, from the results of the rows that sample."""
+        if len(samples) == len(self.rows):
+            return samples
+        found = iter(samples)
+        return [next(found) if row.sample else RowResult([]) for row in self.rows]

@@ -96,6 +96,7 @@ class Runner:
     def attach_grammars(self, grammars: Matchers) -> None:
         """Enable structured outputs."""
         self._parts.sampling.grammars = grammars
+        self._facts.take_failures = grammars.take_failures
 
     def _apply(self, plan: StepPlan) -> StepInputs:
         """Apply everything in the plan that comes before its rows."""

@@ -39,6 +39,7 @@ class RequestMatcher:
         self._tokens: list[int] = []
         self._spent_s = 0.0
         self._ended = False
+        self._next_mask: bytes | None = None  # computed ahead
 
     def has_output(self, output: Sequence[int]) -> bool:
         """Whether this matcher has followed the beginning of `output`, and nothing else."""
@@ -48,10 +49,22 @@ class RequestMatcher:
         """One bit per token, set where the token may come next. None: the request must end."""
         if self._ended:
             return None
-        began = self._clock()
-        mask = self._matcher.compute_bitmask()
-        self._account(began)
+        mask, self._next_mask = self._next_mask, None
+        if mask is None:
+            began = self._clock()
+            mask = self._matcher.compute_bitmask()
+            self._account(self._clock() - began)
         return None if self._ended else mask
+
+    @property
+    def to_prefetch(self) -> LLMatcher | None:
+        """The matcher whose next mask may be computed ahead; None: the request must end."""
+        return None if self._ended else self._matcher
+
+    def put_mask(self, mask: bytes, seconds: float) -> None:
+        """Keep a mask that was computed ahead in `seconds`."""
+        self._next_mask = mask
+        self._account(seconds)
 
     def take(self, token: int) -> None:
         """Advance by one output token."""
@@ -60,15 +73,16 @@ class RequestMatcher:
         began = self._clock()
         self._matcher.consume_token(token)
         self._tokens.append(token)
-        self._account(began)
+        self._next_mask = None
+        self._account(self._clock() - began)
 
     def catch_up(self, output: Sequence[int]) -> None:
         """Advance by the tokens of `output` that this matcher has not seen."""
         for token in output[len(self._tokens) :]:
             self.take(token)
 
-    def _account(self, began: float) -> None:
-        self._spent_s += self._clock() - began
+    def _account(self, seconds: float) -> None:
+        self._spent_s += seconds
         if self._matcher.is_error():
             self._ended = True
             self._on_fail(self._matcher.get_error().partition("\n")[0], False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from windlass.config import GrammarConfig
@@ -16,9 +16,10 @@ from windlass.core.types import GrammarFailure, SlotInit
 from windlass.text.grammar.matcher import Clock, RequestMatcher
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 _MAX_BUILT = 64  # grammars built here, beside those that a compiler in this process has added
+_SLOW_S = 0.05  # for the masks of all running requests: ten decode steps of an 8B model
 _MAX_KEPT = 64  # matchers kept for requests that may be preempted and return
 
 
@@ -68,11 +69,19 @@ class RequestMatchers:
     """Owns the matchers of running requests, and of a few that may return after a preemption."""
 
     def __init__(
-        self, built: BuiltGrammars, config: GrammarConfig, clock: Clock = time.thread_time
+        self,
+        built: BuiltGrammars,
+        config: GrammarConfig,
+        vocab_size: int,
+        clock: Clock = time.thread_time,
     ) -> None:
+        """`vocab_size` is the number of logits."""
         self._built = built
         self._timeout_s = config.grammar_step_timeout
         self._clock = clock
+        self._mask_words = -(-vocab_size // 32)
+        self._executor: LLExecutor | None = None  # its threads start with the first use
+        self._was_slow = False  # whether the last masks that were computed in parallel took long
         self._failures: list[GrammarFailure] = []
         # By request: its grammar and its matcher, the latest last.
         self._matchers: OrderedDict[str, tuple[str, RequestMatcher]] = OrderedDict()
@@ -93,6 +102,31 @@ class RequestMatchers:
             self._matchers.popitem(last=False)
         matcher.catch_up(output)
         return matcher
+
+    def prefetch(self, matchers: Sequence[RequestMatcher]) -> None:
+        """Compute the next masks of several requests in parallel.
+
+        The time of each is unknown then. When all together took long, the next masks are computed
+        one by one, so that the time limit ends the request whose grammar is slow, and no other.
+        """
+        pairs = [(each, each.to_prefetch) for each in matchers]
+        open_matchers = [(each, own) for each, own in pairs if own is not None]
+        if len(open_matchers) < 2 or self._was_slow:
+            self._was_slow = False
+            return
+        import numpy as np
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        self._executor = self._executor or LLExecutor()
+        masks = np.zeros((len(open_matchers), self._mask_words), dtype=np.int32)
+        began = time.perf_counter()
+        own = [(matcher, i) for i, (_, matcher) in enumerate(open_matchers)]
+        fill_next_token_bitmask_par(self._executor, own, masks)
+        seconds = time.perf_counter() - began
+        self._was_slow = seconds > _SLOW_S
+        for (each, _), mask in zip(open_matchers, masks, strict=True):
+            each.put_mask(mask.tobytes(), min(seconds, _SLOW_S) / len(open_matchers))
 
     def take_failures(self) -> tuple[GrammarFailure, ...]:
         """The requests whose grammar failed since the last call."""
