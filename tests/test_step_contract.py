@@ -160,22 +160,23 @@ class PicklingRunner:
         return copy
 
 
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 5, "logprobs": 1},
+    {"frequency_penalty": 0.5},
+    {"prompt_logprobs": 0},
+    {"stop_token_ids": tuple(range(0, 500, 90))},
+    {"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False},
+]
+
+
 def random_requests(rng: Random) -> list[NewRequest]:
     found = []
-    for i in range(20):
-        prompt = [rng.randrange(500) for _ in range(rng.randint(1, 60))]
-        count = rng.randint(1, 20)
+    for i in range(14):
+        prompt = [rng.randrange(500) for _ in range(rng.randint(1, 30))]
+        count = rng.randint(20, 60)
         params: dict[str, Any] = {"max_tokens": count, "seed": i, "ignore_eos": True}
-        params |= rng.choice(
-            [
-                {"temperature": 0.0},
-                {"top_k": 5, "logprobs": 1},
-                {"frequency_penalty": 0.5},
-                {"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False},
-                {"prompt_logprobs": 0},
-                {"stop_token_ids": tuple(range(0, 500, 9))},
-            ]
-        )
+        params |= KINDS[i % len(KINDS)]
         found.append(NewRequest(f"r{i}", prompt, SamplingParams(**params), priority=i % 3))
     return found
 
@@ -214,5 +215,5 @@ def test_pickled_plans_and_results_give_the_same_tokens(
     llm = make(folder, **bounds, **options_of(method, small, tmp_path))
     runner = llm.engine._runner = PicklingRunner(llm.engine._runner)
     assert run_randomly(llm, seed=1) == want
-    assert llm.engine.stats().num_preemptions > 0 or method == "draft"
+    assert llm.engine.stats().num_preemptions > 0
     assert runner.num_bytes > 0

@@ -56,12 +56,13 @@ def speed(
     drafting: DraftCosts | None = None,
     num_batches: int = 8,
     host: float = 0.0,
+    rule: type[Governor] = Governor,
 ) -> Speed:
     """Run batches of `concurrency` requests one after another, and sum the costs.
 
     `host`: unmeasured extra cost per request in steps with drafts or drafting.
     """
-    made = Governor(costs, 1000, drafting=drafting, max_draft_tokens=MAX_DRAFT_TOKENS)
+    made = rule(costs, 1000, drafting=drafting, max_draft_tokens=MAX_DRAFT_TOKENS)
     seconds, plain, num_verifications = 0.0, 0.0, 0
     for batch in range(num_batches):
         live = {slot: Scripted(batch * concurrency + slot, phases) for slot in range(concurrency)}

@@ -74,10 +74,16 @@ def oracle(world: World) -> float:
     return parts / seconds
 
 
-def run(world: World, believed: DraftCosts, seed: int, horizon: int = 3000) -> Outcome:
+def run(
+    world: World,
+    believed: DraftCosts,
+    seed: int,
+    horizon: int = 3000,
+    rule: type[Governor] = Governor,
+) -> Outcome:
     """Generate `horizon` tokens, in requests of 100."""
     rng = Random(seed)
-    made = Governor(VERIFY, 100, drafting=believed, max_draft_tokens=MAX_DRAFT_TOKENS)
+    made = rule(VERIFY, 100, drafting=believed, max_draft_tokens=MAX_DRAFT_TOKENS)
     seconds = plain = 0.0
     num_tokens = count = 0
 
