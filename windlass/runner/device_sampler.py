@@ -83,6 +83,10 @@ class TritonKernels:
         self.keep_typical = keep_typical
 
 
+def _is_special(sampling: SamplingParams) -> bool:
+    return sampling.changes_logits or sampling.logprobs is not None
+
+
 @dataclass(slots=True)
 class _SpecialSlot:
     """The state of a slot whose logits change before sampling, or whose logprobs are requested."""
@@ -177,36 +181,37 @@ class DeviceSampler:
             self._deferred.launch()
         for slot in plan.freed:
             self._special.pop(slot, None)
+        for new in plan.admitted:
+            self._special.pop(new.slot, None)
         if not plan.admitted:
             return
-        params, seeds, penalties, tables = [], [], [], []
+        params, seeds = [], []
         for new in plan.admitted:
             sampling = new.sampling
             inverse_temperature = 0.0 if sampling.greedy else 1.0 / sampling.temperature
             top_k = float(max(0, sampling.top_k))
             params.append((inverse_temperature, top_k, sampling.top_p, sampling.min_p))
             seeds.append(new.seed & (2**62 - 1))
-            penalties.append(
-                (
-                    sampling.repetition_penalty,
-                    sampling.frequency_penalty,
-                    sampling.presence_penalty,
-                )
-            )
-            tables.append(self._admit(new))
         at = to_device(np.array([new.slot for new in plan.admitted]), self.device)
         self._params[at] = to_device(np.array(params, dtype=np.float32), self.device)
         self._seeds[at] = to_device(np.array(seeds), self.device)
+        self._admit_special([new for new in plan.admitted if _is_special(new.sampling)])
+
+    def _admit_special(self, admitted: list[SlotInit]) -> None:
+        if not admitted:
+            return
+        tables = [self._admit(new) for new in admitted]
+        penalties = [
+            (each.repetition_penalty, each.frequency_penalty, each.presence_penalty)
+            for each in (new.sampling for new in admitted)
+        ]
+        at = to_device(np.array([new.slot for new in admitted]), self.device)
         self._penalties[at] = to_device(np.array(penalties, dtype=np.float32), self.device)
         self._tables[at] = to_device(np.array(tables, dtype=np.int64), self.device)
 
     def _admit(self, new: SlotInit) -> tuple[int, int]:
         """Keep the state of a special slot; returns the addresses of its tables."""
-        sampling = new.sampling
-        self._special.pop(new.slot, None)
-        if not sampling.changes_logits and sampling.logprobs is None:
-            return 0, 0
-        rules = None
+        sampling, rules = new.sampling, None
         if sampling.changes_logits:
             rules = LogitRules(
                 sampling, stop_ids=new.stop_ids, vocab_size=self._vocab_size, device=self.device

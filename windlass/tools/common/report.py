@@ -109,6 +109,14 @@ COLUMNS: dict[str, Columns] = {
         "acceptance_length": "tokens per verification",
         "alike": "identical tokens",
     },
+    "sampling_steps": {
+        "kind": "sampling",
+        "tok_s": "output tok/s",
+        "step_ms": "step ms",
+        "before_tok_s": "before tok/s",
+        "before_step_ms": "before step ms",
+        "speedup": "speedup",
+    },
     "draft_pairs": {
         "draft": "draft model",
         "speedup": "speedup",
