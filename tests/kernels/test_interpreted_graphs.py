@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.core.world import make_layout
 from tests.kernels.conftest import Check
+from tests.runner.memory_walk import walk
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import NoGrammars
 from windlass.core.limits import SchedulerLimits
@@ -500,3 +501,20 @@ def test_drafting_steps_equal_eager_steps(name: str) -> None:
     if name == "greedy":
         assert counting.executors["mixed graph"] > 0
         assert counting.num_prelaunched > 3
+
+
+@inside
+def test_executors_name_all_their_buffers() -> None:
+    """Except for the network's, the cache's, and the outputs of graphs, which lie in the graphs' pool."""
+    runner, _ = graph_runner(max_draft_tokens=3)
+    parts: Any = runner._parts
+    owners = [parts.slots, parts.sampling, *runner._executors]
+    named = {tensor.data_ptr() for owner in owners for _, tensor in owner.storages()}
+    apart = ("._graphs.", ".network.", ".cache.")
+    found = {
+        path: tensor.untyped_storage().data_ptr()
+        for path, tensor in walk(owners)
+        if tensor.numel() and not any(name in path for name in apart)
+    }
+    assert found
+    assert not [path for path, address in found.items() if address not in named]

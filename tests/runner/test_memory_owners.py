@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from tests.lora.folders import write_adapter, write_model
+from tests.runner.memory_walk import walk
 from tests.runner.test_deterministic import CONFIG
 from tests.runner.test_memory import held
 from tests.speculative.test_heads import DIM, WIDE, eagle, medusa
@@ -22,7 +21,6 @@ from windlass.core.types import NewRequest
 from windlass.engine import Engine
 from windlass.runner.memory import Storage, storages
 
-_CONTAINERS = (list, tuple, set, frozenset)
 # Every kind of state that a slot can have.
 PARAMS = SamplingParams(
     max_tokens=30,
@@ -33,40 +31,6 @@ PARAMS = SamplingParams(
     logit_bias={3: 1.0},
     bad_token_ids=((4, 5), (6,)),
 )
-
-
-def walk(root: object) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that can be reached, also through closures and bound arguments, and its path."""
-    seen: set[int] = set()
-    left: list[tuple[str, object]] = [("", root)]
-    while left:
-        path, item = left.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield path, item
-        left += ((f"{path}.{name}", value) for name, value in inside(item))
-
-
-def inside(item: object) -> Iterable[tuple[object, object]]:
-    if isinstance(item, Tensor | type):
-        return ()
-    if isinstance(item, dict):
-        return item.items()
-    if isinstance(item, _CONTAINERS):
-        return enumerate(item)
-    if isinstance(item, MethodType):
-        return [("self", item.__self__)]
-    if isinstance(item, FunctionType):
-        return enumerate(cell.cell_contents for cell in item.__closure__ or ())
-    if isinstance(item, partial):
-        return [("func", item.func), ("args", item.args), ("keywords", item.keywords)]
-    if isinstance(item, nn.Module) or type(item).__module__.startswith("windlass."):
-        names = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-        slots = {name: getattr(item, name, None) for name in names}
-        return (slots | getattr(item, "__dict__", {})).items()
-    return ()
 
 
 def assert_complete(engine: Engine) -> None:
