@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,23 @@ _SLOT, _START, _COUNT, _TOKENS, _BLOCKS, _SAMPLE, _DRAFTS, _ADAPTER = (
         "adapter",
     )
 )
+Value = TypeVar("Value")
 _LAST = (-1,)  # the token that the runner sampled last for the slot
+
+
+class _lazy(Generic[Value]):
+    """An attribute that is computed on first use; functools.cached_property takes a lock."""
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self._compute = compute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Value:
+        value = self._compute(instance)
+        instance.__dict__[self._name] = value
+        return value
 
 
 class StepShape(NamedTuple):
@@ -150,7 +165,7 @@ class StepInputs:
         self.executor = ""
         self.refusals: tuple[tuple[str, str], ...] = ()  # of the executors asked before
 
-    @cached_property
+    @_lazy
     def spans(self) -> list[Span]:
         """The range of each row's tokens in the packed step."""
         spans, first = [], 0
@@ -159,12 +174,12 @@ class StepInputs:
             first += row.num_tokens
         return spans
 
-    @cached_property
+    @_lazy
     def requests(self) -> list[SampleRequest]:
         """The positions to sample of each row that samples."""
         return sample_requests(self.rows)
 
-    @cached_property
+    @_lazy
     def sampled(self) -> list[int]:
         """Indices of the sampled positions in the packed step: the last 1 + k of each row."""
         if self.shape.decodes:
@@ -176,15 +191,20 @@ class StepInputs:
             for index in range(ends[each.row] - each.num_positions, ends[each.row])
         ]
 
-    @cached_property
+    @_lazy
     def adapters(self) -> list[int]:
         """The adapter slot of each row."""
         return list(map(_ADAPTER, self.rows))
 
-    @cached_property
+    @_lazy
     def token_adapters(self) -> NDArray[Any]:
         """The adapter slot of each token."""
         return np.repeat(np.array(self.adapters, dtype=np.int32), self.counts)
+
+    @property
+    def knows_all_tokens(self) -> bool:
+        """Whether no row reads the token that was sampled last for its slot."""
+        return all(map(_TOKENS, self.rows))
 
     @property
     def new_blocks(self) -> list[int]:

@@ -104,9 +104,9 @@ class ProgramExecutor(Executor):
     def _write(self, inputs: StepInputs) -> None:
         into, slots = self._inputs, self._parts.slots
         inputs.pack(into.tokens)
-        ids, _, token_slots = into.tokens[:, : inputs.shape.num_tokens]
-        last = ids < 0
-        if last.any():
+        if not inputs.knows_all_tokens:
+            ids, _, token_slots = into.tokens[:, : inputs.shape.num_tokens]
+            last = ids < 0
             ids[last] = slots.last_on_host[token_slots[last]]
         into.write(
             num_tokens=inputs.shape.num_tokens,
