@@ -8,6 +8,7 @@
     │   ├── AdapterNotFound  an adapter is not loaded
     │   └── AdapterConflict  an adapter cannot be loaded or unloaded now
     ├── CheckpointError      a model's files are missing, broken or incomplete
+    │   └── ShardError       a weight cannot be divided among this number of ranks
     ├── UnsupportedError     this version does not support the model, format or feature
     ├── DownloadError        a model could not be downloaded
     ├── QualityError         a model is worse than its quality gate allows
@@ -53,6 +54,10 @@ class AdapterConflict(RequestError):
 
 class CheckpointError(EngineError):
     """A model's files are missing, truncated, corrupt or incomplete."""
+
+
+class ShardError(CheckpointError):
+    """A weight's format or size does not allow this number of tensor-parallel ranks."""
 
 
 class UnsupportedError(EngineError):

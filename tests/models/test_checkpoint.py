@@ -28,8 +28,8 @@ def test_tensors_are_read_in_full_and_by_rows(file):
     assert set(checkpoint.names()) == {"a", "b"}
     assert checkpoint.stored("b") == StoredTensor((5,), "bf16", 10)
     assert torch.equal(checkpoint.read("a", (4, 3)), torch.arange(12.0).reshape(4, 3))
-    assert checkpoint.read("a", (4, 3), slice(1, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
-    assert checkpoint.read("b", (5,), slice(2, 4)).dtype == torch.bfloat16
+    assert checkpoint.read("a", (4, 3), (slice(1, 3),)).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert checkpoint.read("b", (5,), (slice(2, 4),)).dtype == torch.bfloat16
 
 
 def test_wrong_shape_names_both_shapes(file):
@@ -107,7 +107,9 @@ def test_dummy_weights_depend_on_seed_and_name_only():
     shape = (300, 70)
     whole = DummyCheckpoint(3).read("layer.weight", shape)
     assert torch.equal(whole, DummyCheckpoint(3).read("layer.weight", shape))
-    assert torch.equal(whole[17:40], DummyCheckpoint(3).read("layer.weight", shape, slice(17, 40)))
+    assert torch.equal(
+        whole[17:40], DummyCheckpoint(3).read("layer.weight", shape, (slice(17, 40),))
+    )
     assert not torch.equal(whole, DummyCheckpoint(4).read("layer.weight", shape))
     assert not torch.equal(whole, DummyCheckpoint(3).read("other.weight", shape))
     assert whole.std().item() == pytest.approx(0.02, rel=0.05)

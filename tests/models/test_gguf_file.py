@@ -46,7 +46,7 @@ def test_every_format_is_read_in_full_and_by_rows(tmp_path, kind):
     name, shape = "model.layers.1.mlp.down_proj.weight", (HIDDEN, tiny.FFN)
     whole = checkpoint.read(name, shape)
     assert torch.equal(whole.float(), torch.from_numpy(expected))
-    assert torch.equal(checkpoint.read(name, shape, slice(10, 31)), whole[10:31])
+    assert torch.equal(checkpoint.read(name, shape, (slice(10, 31),)), whole[10:31])
     plain = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}
     assert whole.dtype == plain.get(kind, torch.float32)
     assert checkpoint.stored(name).format.upper() == kind.name
@@ -79,7 +79,7 @@ def test_rows_of_q_and_k_are_reordered(tmp_path, architecture):
         expected = torch.from_numpy(stored_as(original, Type.Q8_0))
         read = checkpoint.read(f"{ATTENTION}{name}.weight", original.shape)
         assert torch.equal(read, expected)
-        part = checkpoint.read(f"{ATTENTION}{name}.weight", original.shape, slice(33, 70))
+        part = checkpoint.read(f"{ATTENTION}{name}.weight", original.shape, (slice(33, 70),))
         assert torch.equal(part, expected[33:70])
 
 

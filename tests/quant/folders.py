@@ -27,18 +27,18 @@ HIDDEN, FFN, VOCAB = 128, 256, 97
 IDS = [5, 17, 93, 2, 44, 61, 8, 8, 30, 72, 1]
 
 
-def write_plain(folder: Path, tied: bool = False, seed: int = 1) -> Path:
-    """Write a model of two layers with random float32 weights."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+def write_plain(folder: Path, tied: bool = False, seed: int = 1, **changes: Any) -> Path:
+    """Write a model of two layers with random float32 weights. `changes` are of its config."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = transformers.LlamaConfig(**(sizes | changes), tie_word_embeddings=tied)
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():

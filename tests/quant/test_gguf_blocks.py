@@ -19,6 +19,7 @@ from windlass.quant.base import Part
 from windlass.quant.gguf import KINDS, Gguf
 from windlass.quant.gguf_blocks import pack
 from windlass.quant.gguf_codebooks import CODEBOOK_KINDS
+from windlass.quant.shard import Shard
 
 ROWS, COLUMNS = 7, 512
 
@@ -110,7 +111,11 @@ def test_an_mxfp4_exponent_of_255_is_nan() -> None:
     blocks[3, 17] = 255
     method = Gguf("MXFP4", Linears(torch.device("cpu"), torch.float32))
     with pytest.raises(CheckpointError, match=r"tensor model\.x\.weight: 1 of 112 .* nan"):
-        method.form(Part("model.x", {"weight": blocks}), (ROWS, COLUMNS))
+        method.form(part("model.x", blocks), (ROWS, COLUMNS))
+
+
+def part(name: str, blocks: torch.Tensor) -> Part:
+    return Part(name, {"weight": blocks}, outputs=Shard(ROWS), inputs=Shard(COLUMNS))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -145,11 +150,11 @@ def test_a_nan_scale_names_the_tensor() -> None:
     blocks[3, 0:2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
     method = Gguf("Q4_K", Linears(torch.device("cpu"), torch.float32))
     with pytest.raises(CheckpointError, match=r"tensor model\.x\.weight: 8 of 112 .* nan"):
-        method.form(Part("model.x", {"weight": blocks}), (ROWS, COLUMNS))
+        method.form(part("model.x", blocks), (ROWS, COLUMNS))
 
 
 def test_blocks_of_zeros_are_valid() -> None:
     method = Gguf("Q8_0", Linears(torch.device("cpu"), torch.float32))
     blocks = torch.zeros(2, 34, dtype=torch.uint8)
-    form = method.form(Part("x", {"weight": blocks}), (2, 32))
+    form = method.form(part("x", blocks), (2, 32))
     assert form.dequantise().abs().max() == 0

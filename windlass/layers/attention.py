@@ -13,6 +13,7 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import HeadNorm, RMSNorm
 from windlass.parallel.mesh import Group
+from windlass.quant.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class AttentionShape:
 class Attention(nn.Module):
     """QKV projection, RoPE, KV cache write, attention and output projection.
 
-    The output is added to the residual stream and normalised by the next norm.
+    The output is added to the residual stream and normalised by the next norm. Ranks split the q heads,
+    and the kv heads if there are enough; else neighbouring ranks hold the same kv head.
     """
 
     def __init__(
@@ -47,23 +49,23 @@ class Attention(nn.Module):
         self.index = index
         self.window = shape.window
         self.ops = ops
-        total = shape.heads
-        self.heads = Heads(total.num_q // group.size, total.num_kv // group.size, total.dim)
-        out, kv_out = total.num_q * total.dim, total.num_kv * total.dim
-        parts = {"q_proj": out, "k_proj": kv_out, "v_proj": kv_out}
+        total, hidden = shape.heads, Shard(shape.hidden_size)
+        q = Shard.even(total.num_q * total.dim, group, unit=total.dim)
+        kv = Shard.replicated(total.num_kv * total.dim, group, unit=total.dim)
+        self.heads = Heads(q.count // total.dim, kv.count // total.dim, total.dim)
+        outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = Linear(
-            parts=parts,
-            num_in=shape.input_size or shape.hidden_size,
-            method=method_for(parts),
+            outputs=outputs,
+            inputs=Shard(shape.input_size or shape.hidden_size),
+            method=method_for(outputs),
             group=group,
             bias=dtype if shape.qkv_bias else None,
         )
         self.o_proj = Linear(
-            parts={"o_proj": shape.hidden_size},
-            num_in=out,
+            outputs={"o_proj": hidden},
+            inputs=q,
             method=method_for(["o_proj"]),
             group=group,
-            shard="in",
             bias=dtype if shape.o_bias else None,
         )
         self.q_norm = self.k_norm = None

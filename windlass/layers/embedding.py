@@ -1,56 +1,89 @@
-"""Token embeddings, from their own table or from a tied head's packed weight."""
+"""Token embeddings, from their own table or from a tied head's packed weight.
+
+A rank holds the rows of some tokens. It gives zeros for the others, and the ranks' rows are all-reduced.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
 from windlass.kernels.prepared import RowReader
-from windlass.layers.linear import Linear
+from windlass.layers.head import Head, vocab_shard
 from windlass.layers.stored import StoredWeight
+from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
+from windlass.quant.shard import Shard
 
 
 class Embedding(nn.Module):
     """Looks up a row of the table for each token."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, ops: Ops, group: Group
+    ) -> None:
         super().__init__()
         self.ops = ops
-        table = torch.empty(vocab_size, hidden_size, dtype=dtype)
+        self.group = group
+        self.rows = vocab_shard(vocab_size, group)
+        table = torch.empty(self.rows.count, hidden_size, dtype=dtype)
         self.weight = nn.Parameter(table, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.ops.embedding(ids, self.weight)
+        return _look_up(
+            ids, self.rows, self.group, lambda own: self.ops.embedding(own, self.weight)
+        )
 
 
 class TiedEmbedding(nn.Module):
     """Reads rows of the head's packed weight, so that a tied table is in memory once."""
 
-    def __init__(self, head: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, head: Head, dtype: torch.dtype) -> None:
         super().__init__()
         self._head = (head,)  # a tuple, so that nn.Module does not register it as a submodule
         self._dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _rows(self._head[0], ids, self._dtype)
+        (head,) = self._head
+        return _packed_rows(head, head.group, ids, self._dtype)
 
 
 class PackedEmbedding(StoredWeight):
     """Embedding that stays quantised. Its method must support reading rows."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, method: LinearMethod, dtype: torch.dtype
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        method: LinearMethod,
+        dtype: torch.dtype,
+        group: Group,
     ) -> None:
-        super().__init__({"embed_tokens": vocab_size}, hidden_size, method)
+        rows = vocab_shard(
+            vocab_size, group, method.params("embed_tokens", vocab_size, hidden_size)
+        )
+        super().__init__({"embed_tokens": rows}, Shard(hidden_size), method)
         self._dtype = dtype
+        self._group = group
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _rows(self, ids, self._dtype)
+        return _packed_rows(self, self._group, ids, self._dtype)
 
 
-def _rows(weight: StoredWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    (gemm,) = weight.gemms
-    assert isinstance(gemm.prepared, RowReader)
-    return gemm.prepared.rows(ids, dtype)
+def _packed_rows(weight: StoredWeight, group: Group, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    (gemm,), (rows,) = weight.gemms, weight.outputs.values()
+    reader = gemm.prepared
+    assert isinstance(reader, RowReader)
+    return _look_up(ids, rows, group, lambda own: reader.rows(own, dtype))
+
+
+def _look_up(ids: Tensor, rows: Shard, group: Group, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of all tokens; `read` gives those at indices in this rank's table."""
+    if rows.is_whole:
+        return read(ids)
+    is_own = (ids >= rows.start) & (ids < rows.stop)
+    found = read((ids - rows.start).clamp(0, rows.count - 1))
+    return group.all_reduce(found.masked_fill(~is_own.unsqueeze(-1), 0))

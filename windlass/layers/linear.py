@@ -1,13 +1,12 @@
 """Linear layers: one weight of one or more checkpoint modules, stacked along the outputs.
 
-A layer names its parts and the axis that is sharded over ranks. Its method defines how the weight is
-stored; the loader reads it.
+A layer names its parts and which of their outputs and inputs this rank holds. Its method defines how the
+weight is stored; the loader reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +19,33 @@ from windlass.kernels.reference_linear import Unpacked
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
+from windlass.quant.shard import Shard
 
-Shard = Literal["out", "in"]
 MethodFor = Callable[[Iterable[str]], LinearMethod]  # from the names of a layer's parts
 
 
 class Linear(StoredWeight):
     """y = x W.T + b.
 
-    `parts` maps checkpoint modules to their outputs, as in {"q_proj": 576, "k_proj": 192}.
-    With shard="out" (column-parallel) a rank holds some outputs of every part; with shard="in"
-    (row-parallel) some inputs of all parts, and the outputs are all-reduced. The weight exists after
-    the loader has filled `stored` and the method has finished the layer.
+    `outputs` maps checkpoint modules to the outputs that this rank holds. If they are cut, the layer
+    is column-parallel and y has this rank's outputs. If `inputs` is cut, it is row-parallel: x has this
+    rank's inputs, and y is all-reduced. The weight exists after the loader has filled `stored` and the
+    method has finished the layer.
 
     Steps with adapters add LoRA deltas to the GEMM's outputs; their inputs must not be quantised.
     """
 
     def __init__(
         self,
-        parts: Mapping[str, int],
-        num_in: int,
+        outputs: Mapping[str, Shard],
+        inputs: Shard,
         method: LinearMethod,
         group: Group,
-        shard: Shard = "out",
         bias: torch.dtype | None = None,
     ) -> None:
-        out_shards, in_shards = (group.size, 1) if shard == "out" else (1, group.size)
-        own = {name: num_out // out_shards for name, num_out in parts.items()}
-        super().__init__(own, num_in // in_shards, method)
+        super().__init__(outputs, inputs, method)
         self.group = group
-        self.shard = shard
+        self.is_partial = not inputs.is_whole  # whether GEMMs give summands of y
         self.lora: Lora | None = None  # adapter slots, if LoRA is enabled
         if bias is not None:
             num_out = sum(self.parts.values())
@@ -68,7 +64,7 @@ class Linear(StoredWeight):
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, possibly with separate scales that the caller must apply."""
-        separate = adapters is not None or self.bias is not None or self.shard == "in"
+        separate = adapters is not None or self.bias is not None or self.is_partial
         if separate or len(self.gemms) != 1:
             return self(x, adapters)
         return self.gemms[0].prepared.raw(x)
@@ -80,7 +76,7 @@ class Linear(StoredWeight):
             assert isinstance(x, Tensor)  # steps with adapters never quantise inputs
             low = self.lora.begin(x, adapters)
             y = self.lora.end(self.method.apply(self, x), low, adapters)
-        if self.shard == "in":
+        if self.is_partial:
             y = self.group.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
@@ -88,7 +84,7 @@ class Linear(StoredWeight):
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
         """Add y to the residual stream and normalise: (normalised, new residual)."""
-        separate = self.bias is not None or (self.shard == "in" and self.group.size > 1)
+        separate = self.bias is not None or self.is_partial
         if adapters is not None and self.lora is not None and not separate:
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)

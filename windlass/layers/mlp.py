@@ -13,6 +13,7 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
 from windlass.parallel.mesh import Group
+from windlass.quant.shard import Shard
 
 
 class GatedMLP(nn.Module):
@@ -29,16 +30,16 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        hidden, inner = Shard(hidden_size), Shard.even(intermediate_size, group)
+        outputs = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = Linear(
-            parts=parts, num_in=hidden_size, method=method_for(parts), group=group, bias=bias
+            outputs=outputs, inputs=hidden, method=method_for(outputs), group=group, bias=bias
         )
         self.down_proj = Linear(
-            parts={"down_proj": hidden_size},
-            num_in=intermediate_size,
+            outputs={"down_proj": hidden},
+            inputs=inner,
             method=method_for(["down_proj"]),
             group=group,
-            shard="in",
             bias=bias,
         )
 

@@ -13,18 +13,21 @@ from torch import nn
 from windlass.kernels.linears import PackedGemm
 from windlass.kernels.storages import Held
 from windlass.quant.base import LinearMethod, Part
+from windlass.quant.shard import Shard
 
 
 class StoredWeight(nn.Module):
-    """`parts` maps names of checkpoint modules to their outputs: {"q_proj": 576, "k_proj": 192}.
+    """A rank's shard of a weight. `outputs` has the shard of each part, by its checkpoint module.
 
     There is no weight before the loader filled `stored` and the method finished it.
     """
 
-    def __init__(self, parts: Mapping[str, int], num_in: int, method: LinearMethod) -> None:
+    def __init__(self, outputs: Mapping[str, Shard], inputs: Shard, method: LinearMethod) -> None:
         super().__init__()
-        self.parts = dict(parts)
-        self.num_in = num_in
+        self.outputs = dict(outputs)
+        self.inputs = inputs
+        self.parts = {name: shard.count for name, shard in outputs.items()}
+        self.num_in = inputs.count
         self.method = method
         self.stored: dict[str, Part] = {}
         self.gemms: list[PackedGemm] = []

@@ -1,4 +1,4 @@
-"""A model's tensors by name: their stored format, and reading of all or some rows.
+"""A model's tensors by name: their stored format, and reading of all or a region of each.
 
 This file reads safetensors; gguf_file.py reads GGUF; dummy.py makes random weights. Opening a
 checkpoint reads headers only. The first `read` imports torch.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from windlass.errors import CheckpointError
 from windlass.models.json_file import read_json
+from windlass.quant.shard import Region
 
 if TYPE_CHECKING:
     import torch
@@ -46,29 +47,41 @@ class Checkpoint(Protocol):
         ...
 
     def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice | None = None,
-        *,
-        raw: bool = False,
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
-        """Read a tensor to the CPU; with `rows`, only that part of the first dimension.
+        """Read a tensor, or only a region of it, to the CPU.
 
-        `shape` is the expected shape of the whole tensor; another shape raises CheckpointError.
-        With `raw`, a quantised tensor is returned as its bytes [rows, bytes] instead of dequantised.
-        The result may be a view of the memory-mapped file: copy it to keep it.
+        `shape` is the expected shape of the whole tensor; another shape raises CheckpointError, but
+        dimensions of 1 do not count, and a flat tensor is read in the expected shape. With `raw`, a
+        quantised tensor is returned as its bytes [rows, bytes] instead of dequantised. The result may
+        be a view of the memory-mapped file, of which only the region is read: copy it to keep it.
         """
         ...
 
 
+def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
+    """The shape of a region of a tensor."""
+    if not region:
+        return shape
+    slices = (*region, *(slice(None),) * (len(shape) - len(region)))
+    return tuple(
+        len(range(*piece.indices(size))) for size, piece in zip(shape, slices, strict=True)
+    )
+
+
 def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], file: Path) -> None:
-    """Raise CheckpointError unless the stored shape is the one that the network needs."""
-    if tuple(stored) != tuple(expected):
+    """Raise CheckpointError unless the stored tensor can be read in the shape of the network."""
+    found, needed = _squeezed(stored), _squeezed(expected)
+    is_flat = len(found) == 1 and found[0] == math.prod(needed)
+    if found != needed and not is_flat:
         raise CheckpointError(
             f"{file}: tensor {name} has shape {list(stored)}, the network needs {list(expected)}. "
             "The weights and the config do not match."
         )
+
+
+def _squeezed(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def missing(name: str, names: Collection[str], where: Path) -> CheckpointError:
@@ -100,21 +113,13 @@ class SafetensorsCheckpoint:
         return self._stored[name]
 
     def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice | None = None,
-        *,
-        raw: bool = False,
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
         """See `Checkpoint.read`. `raw` has no effect, since nothing is dequantised here."""
         del raw
         check_shape(name, self.stored(name).shape, shape, self._file_of[name])
-        handle = self._handle(self._file_of[name])
-        values: torch.Tensor = (
-            handle.get_tensor(name) if rows is None else handle.get_slice(name)[rows]
-        )
-        return values
+        whole: torch.Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        return whole.view(shape)[region]  # views of the memory map: nothing is read yet
 
     def _handle(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open

@@ -6,12 +6,14 @@ They allow measurements of speed and memory without a download. The output is me
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from windlass.errors import CheckpointError
-from windlass.models.checkpoint import StoredTensor
+from windlass.models.checkpoint import StoredTensor, region_shape
+from windlass.quant.shard import Region
 
 if TYPE_CHECKING:
     import torch
@@ -42,28 +44,21 @@ class DummyCheckpoint:
         raise CheckpointError(f"dummy weights store no tensor {name}; `read` makes them.")
 
     def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice | None = None,
-        *,
-        raw: bool = False,
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
         del raw
-        start, stop, step = (rows or slice(None)).indices(shape[0])
-        if step != 1:
-            raise ValueError(f"rows of {name} must be contiguous, got step {step}.")
-        width = 1
-        for size in shape[1:]:
-            width *= size
-        part = (max(0, stop - start), *shape[1:])
+        rows, *others = region or (slice(None),)
+        start = rows.indices(shape[0])[0]
+        width = math.prod(shape[1:])
+        part = region_shape(shape, (rows,))
         if name.endswith("norm.weight"):
-            return self._noise.new_ones(part)
+            return self._noise.new_ones(region_shape(shape, region))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         offset = (int.from_bytes(digest, "little") + start * width) % _NUM_NOISE
         count = part[0] * width
         copies = -(-(offset + count) // _NUM_NOISE)
-        return self._noise.repeat(copies)[offset : offset + count].reshape(part)
+        values = self._noise.repeat(copies)[offset : offset + count].reshape(part)
+        return values[(slice(None), *others)]
 
     @cached_property
     def _noise(self) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from windlass.errors import CheckpointError
 from windlass.kernels.batch import Heads, StepBatch
 from windlass.layers.attention import Attention, AttentionShape
+from windlass.layers.head import Head
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -26,6 +27,7 @@ from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts, Weights
 from windlass.models.rope import frequencies
+from windlass.quant.shard import Shard
 
 if TYPE_CHECKING:
     from windlass.kernels.triton.eagle import FusedSteps
@@ -122,12 +124,19 @@ class Eagle(Weights):
         indices = range(NUM_AUX_LAYERS if norms.fc_norm else 0)
         self.fc_norm = nn.ModuleList(norm(size) for _ in indices)
         self.fc = Linear(
-            parts={"fc": size}, num_in=NUM_AUX_LAYERS * size, method=method, group=parts.mesh.tp
+            outputs={"fc": Shard(size)},
+            inputs=Shard(NUM_AUX_LAYERS * size),
+            method=method,
+            group=parts.mesh.tp,
         )
         self.midlayer = EagleLayer(hparams, parts)
         self.norm = norm(size)
-        self.lm_head = Linear(
-            parts={"lm_head": draft_vocab}, num_in=size, method=method, group=parts.mesh.tp
+        self.lm_head = Head(
+            name="lm_head",
+            vocab_size=draft_vocab,
+            hidden_size=size,
+            method=method,
+            group=parts.mesh.tp,
         )
         self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
         inv_freq, scale = frequencies(hparams.rope)

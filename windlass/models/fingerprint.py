@@ -26,7 +26,7 @@ def fingerprint(hparams: HParams, checkpoint: Checkpoint) -> str:
     table = (hparams.vocab_size, hparams.hidden_size)
     for i in range(min(_ROWS, hparams.vocab_size)):
         index = i * hparams.vocab_size // _ROWS
-        row = checkpoint.read("model.embed_tokens.weight", table, slice(index, index + 1))
+        row = checkpoint.read("model.embed_tokens.weight", table, (slice(index, index + 1),))
         digest.update(_bytes(row))
     digest.update(_bytes(checkpoint.read("model.norm.weight", (hparams.hidden_size,))))
     return digest.hexdigest()

@@ -6,6 +6,7 @@ returns them in the order that the networks expect.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from collections.abc import Collection
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UnsupportedError
 from windlass.models import gguf_config
-from windlass.models.checkpoint import StoredTensor, check_shape, missing
+from windlass.models.checkpoint import StoredTensor, check_shape, missing, region_shape
 from windlass.models.gguf_header import GGUFHeader, GGUFTensor, read_header
+from windlass.quant.shard import Region
 
 if TYPE_CHECKING:
     import torch
@@ -68,36 +70,37 @@ class GGUFCheckpoint:
         return StoredTensor(tensor.shape, kind, tensor.num_bytes)
 
     def read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice | None = None,
-        *,
-        raw: bool = False,
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
         """See `Checkpoint.read`. Quantised tensors are returned as float32, others in their dtype."""
         import torch
 
         tensor = self._tensor(name)
-        blocks = self._blocks(name, rows)
+        rows, columns = (*region, slice(None), slice(None))[:2]
         if raw:
             stored = (tensor.shape[0], tensor.num_bytes // tensor.shape[0])
             check_shape(name, stored, shape, self._header.path)
-            return torch.from_numpy(blocks)
+            return torch.from_numpy(self._blocks(name, rows, columns))
         check_shape(name, tensor.shape, shape, self._header.path)
-        if tensor.type.name in _PLAIN:
+        kind = tensor.type
+        width = math.prod(tensor.shape[1:])
+        start, stop, _ = columns.indices(width)
+        first = start // kind.block_size  # blocks are read whole, and their values cut
+        last = -(-stop // kind.block_size)
+        blocks = self._blocks(name, rows, slice(first * kind.block_bytes, last * kind.block_bytes))
+        if kind.name in _PLAIN:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-            values = torch.from_numpy(blocks).view(dtype[tensor.type.name])
+            values = torch.from_numpy(blocks).view(dtype[kind.name])
         else:
             from gguf import GGMLQuantizationType
             from gguf.quants import dequantize
 
-            kind = GGMLQuantizationType(tensor.type_id)
-            values = torch.from_numpy(dequantize(blocks, kind))
-        return values.reshape(-1, *tensor.shape[1:])
+            values = torch.from_numpy(dequantize(blocks, GGMLQuantizationType(tensor.type_id)))
+        values = values[:, start - first * kind.block_size : stop - first * kind.block_size]
+        return values.reshape(region_shape(shape, region))
 
-    def _blocks(self, name: str, rows: slice | None = None) -> NDArray[Any]:
-        """The stored bytes [rows, bytes per row], in the network's row order.
+    def _blocks(self, name: str, rows: slice, columns: slice) -> NDArray[Any]:
+        """Stored bytes [rows, bytes per row], in the network's row order.
 
         A vector has one row per value, so that `rows` applies to it too.
         """
@@ -105,10 +108,9 @@ class GGUFCheckpoint:
 
         tensor = self._tensor(name)
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
-        raw = raw.reshape(tensor.shape[0], -1)
+        raw = raw.reshape(tensor.shape[0], -1)[:, columns]
         order = self._row_order(name, tensor.shape[0])
-        selected = rows or slice(None)
-        return raw[selected] if order is None else np.take(raw, order[selected], axis=0)
+        return raw[rows] if order is None else np.take(raw, order[rows], axis=0)
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata in the form of a config.json."""

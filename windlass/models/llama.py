@@ -22,7 +22,7 @@ from windlass.kernels.batch import (
 from windlass.kernels.gemm_io import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
-from windlass.layers.linear import Linear
+from windlass.layers.head import Head
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
@@ -123,11 +123,13 @@ class LlamaModel(nn.Module):
 
 
 def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
-    """An untied embedding table, packed if its method supports that."""
-    sizes = (hparams.vocab_size, hparams.hidden_size)
+    """An untied embedding table, packed if its method can read rows of this rank's shard."""
+    sizes, group = (hparams.vocab_size, hparams.hidden_size), parts.mesh.tp
     if parts.table_method is not None:
-        return PackedEmbedding(*sizes, parts.table_method, parts.dtype)
-    return Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops)
+        packed = PackedEmbedding(*sizes, parts.table_method, parts.dtype, group)
+        if parts.table_method.gives_rows(packed.parts["embed_tokens"], packed.num_in):
+            return packed
+    return Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops, group)
 
 
 class Llama(Network):
@@ -137,14 +139,16 @@ class Llama(Network):
         super().__init__()
         self.tied = hparams.tie_embeddings
         method = parts.method_for("", ["lm_head"])
-        head = Linear(
-            parts={"model.embed_tokens" if self.tied else "lm_head": hparams.vocab_size},
-            num_in=hparams.hidden_size,
+        name = "model.embed_tokens" if self.tied else "lm_head"
+        head = Head(
+            name=name,
+            vocab_size=hparams.vocab_size,
+            hidden_size=hparams.hidden_size,
             method=method,
             group=parts.mesh.tp,
         )
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
-            hparams.vocab_size, hparams.hidden_size
+            head.parts[name], head.num_in
         )
         table = TiedEmbedding(head, parts.dtype) if self.tied and reads_rows else None
         self.model = LlamaModel(hparams, parts, table)
@@ -163,7 +167,9 @@ class Llama(Network):
     @property
     def table(self) -> Tensor | None:
         table = self.model.embed_tokens
-        return table.weight if isinstance(table, Embedding) else None
+        if isinstance(table, Embedding) and table.rows.is_whole:
+            return table.weight
+        return None
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.model.embed_tokens(ids)

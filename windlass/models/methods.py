@@ -42,7 +42,7 @@ class Methods:
     linears: Linears
     choice: Choice
     table_dtype: torch.dtype | None = None  # of the embedding; None: the activation dtype
-    table_method: LinearMethod | None = None  # of an untied embedding that stays packed
+    table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
 
     def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
         """One method for a layer of these parts, whose formats may differ."""
@@ -114,12 +114,10 @@ def choose_methods(
     return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
 
 
-def _table_method(from_types: MethodOf, hparams: HParams) -> LinearMethod | None:
-    """Return the method of an untied embedding that stays packed. A tied one is the head's weight."""
+def _table_method(from_types: MethodOf, hparams: HParams) -> PackedMethod | None:
+    """Return the method of an untied embedding that may stay packed. A tied one is the head's weight."""
     method = from_types(_TABLE)
-    if hparams.tie_embeddings or not isinstance(method, Gguf):
-        return None
-    return method if method.gives_rows(hparams.vocab_size, hparams.hidden_size) else None
+    return method if isinstance(method, Gguf) and not hparams.tie_embeddings else None
 
 
 def _check_flag(config: ModelConfig, found: Format, requested: Scheme | None) -> None:

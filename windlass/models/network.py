@@ -26,6 +26,7 @@ from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
+from windlass.quant.packed_method import PackedMethod
 
 _NETWORKS = {
     "LlamaForCausalLM": "windlass.models.llama:Llama",
@@ -48,7 +49,7 @@ class Parts:
     ]  # from a layer's path prefix and its parts
     mesh: Mesh = field(default_factory=Mesh)
     table_dtype: torch.dtype | None = None  # of the embedding; None: `dtype`
-    table_method: LinearMethod | None = None  # of an untied embedding that stays packed
+    table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
     workers: Workers = field(default_factory=Workers)  # of native kernels
 
 
@@ -91,7 +92,7 @@ class Network(Weights):
 
     @property
     def table(self) -> Tensor | None:
-        """The embedding table; None if it is packed."""
+        """The embedding table; None if it is packed, or this rank has some of its rows."""
         return None
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Awq(FileMethod):
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         group = self._groups.of(part, num_in)
         words = num_out // _PER_WORD
-        out, scale_in = Axis(1, _PER_WORD), Axis(0, group)
+        out, scale_in = Axis(1, _PER_WORD), self._groups.axis(0, part, num_in)
         return {
             "qweight": ParamSpec(shape=(num_in, words), dtype=torch.int32, out=out, into=Axis(0)),
             "qzeros": ParamSpec(

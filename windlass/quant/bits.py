@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.errors import CheckpointError
+from windlass.errors import CheckpointError, ShardError
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles
+from windlass.quant.base import Part
+from windlass.quant.packed_method import Groups
 
 _WORD = 32
 
@@ -60,27 +62,46 @@ def lossless_half(values: Tensor) -> Tensor:
     return values.float()
 
 
-def perm_of(groups: Tensor, size: int, name: str) -> Tensor | None:
+def perm_of(part: Part, name: str, grouping: Groups, *, method: str) -> Tensor | None:
     """The permutation that sorts inputs by group (act-order); None if they are sorted already.
 
-    `groups` [K] (g_idx) is the group of each input; each group must have `size` inputs.
+    `name` is a tensor [K] (g_idx) of the part: the group of each input. All groups must have the
+    same number of inputs. `method` is the format's name, for errors.
     """
+    groups = part[name]
     if groups.is_meta:
         return torch.empty_like(groups, dtype=torch.int32)
+    size = grouping.of(part.name, part.inputs.count)
+    if grouping.size is not None:
+        groups = groups - part.inputs.start // size
     num_groups = groups.numel() // size
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+        _refuse_shards(part, name, size, method)
         raise CheckpointError(
-            f"tensor {name}: contains groups {int(groups.min())} to {int(groups.max())}, but "
-            f"there are {num_groups} groups of {size} inputs."
+            f"tensor {part.name}.{name}: contains groups {int(groups.min())} to "
+            f"{int(groups.max())}, but there are {num_groups} groups of {size} inputs."
         )
     counts = torch.bincount(groups, minlength=num_groups)
     if not torch.all(counts == size):
+        _refuse_shards(part, name, size, method)
         uneven = int((counts != size).nonzero()[0])
         raise CheckpointError(
-            f"tensor {name}: group {uneven} has {int(counts[uneven])} inputs, not {size} as in the "
-            "quantization_config."
+            f"tensor {part.name}.{name}: group {uneven} has {int(counts[uneven])} inputs, not "
+            f"{size} as in the quantization_config."
         )
     perm = torch.argsort(groups, stable=True)
     if torch.equal(perm, torch.arange(len(perm), device=perm.device)):
         return None
     return perm.to(torch.int32)
+
+
+def _refuse_shards(part: Part, name: str, size: int, method: str) -> None:
+    """Raise if the inputs are cut: with act-order, a group's inputs can be on any rank."""
+    if part.inputs.is_whole:
+        return
+    raise ShardError(
+        f"{part.name}: {method} weights cannot be cut into {part.inputs.size} shards along their "
+        f"{part.inputs.whole} inputs: {name} (act-order) spreads groups of {size} inputs over "
+        f"several shards, so the unit is all {part.inputs.whole} inputs. Numbers of shards that "
+        "work: 1. Use a version of the model without act-order (desc_act false)."
+    )

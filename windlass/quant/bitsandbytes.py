@@ -38,10 +38,10 @@ def read(settings: Settings, linears: Linears) -> FileMethod:
 
 
 class Bnb4(FileMethod):
-    """weight [N K / 2, 1], the codebook in weight.quant_map, a scale per block in weight.absmax.
+    """weight [N, K / 2], the codebook in weight.quant_map, a scale per block in weight.absmax.
 
-    With double quantisation absmax holds codes of a second codebook. The blob weight.quant_state is
-    JSON with the block sizes.
+    The file stores weight and absmax flat. With double quantisation absmax holds codes of a second
+    codebook. The blob weight.quant_state is JSON with the block sizes.
     """
 
     def __init__(self, kind: str, nested: bool, linears: Linears) -> None:
@@ -63,31 +63,36 @@ class Bnb4(FileMethod):
                 f"{part}: the block size of {_BLOCK} weights does not divide {num_in} inputs, so "
                 "some blocks span two rows, which is not supported."
             )
-        count = num_out * num_in
-        blocks = count // _BLOCK
+        num_blocks = num_in // _BLOCK
         scale_type = torch.uint8 if self._nested else torch.float32
         params = {
-            "weight": ParamSpec((count // 2, 1), torch.uint8, Axis(0, 2, num_in)),
-            "weight.absmax": ParamSpec((blocks,), scale_type, Axis(0, 1, num_in // _BLOCK)),
+            "weight": ParamSpec(
+                shape=(num_out, num_in // 2),
+                dtype=torch.uint8,
+                out=Axis(0),
+                into=Axis(1, _BLOCK, _BLOCK // 2),
+            ),
+            "weight.absmax": ParamSpec(
+                shape=(num_out, num_blocks), dtype=scale_type, out=Axis(0), into=Axis(1, _BLOCK)
+            ),
             "weight.quant_map": ParamSpec((16,), torch.float32),
             self._state: ParamSpec((-1,), torch.uint8),
         }
         if self._nested:
-            outer = -(-blocks // _NESTED_BLOCK)
+            # A block of scales can span rows, so that ranks read all of them: they are few.
+            outer = -(-num_out * num_blocks // _NESTED_BLOCK)
             params["weight.nested_absmax"] = ParamSpec((outer,), torch.float32)
             params["weight.nested_quant_map"] = ParamSpec((256,), torch.float32)
         return params
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        state = self._read_state(part, shape)
-        num_out, num_in = shape
-        absmax = self._absmax(part, state).view(num_out, num_in // _BLOCK)
-        packed = part["weight"].view(num_out, num_in // 2)
+        del shape
+        state, packed = self._read_state(part), part["weight"]
         swapped = (packed >> 4) | (
             packed << 4
         )  # bitsandbytes stores the first weight in the high nibble
         table = part.scales("weight.quant_map", allow_zero=True)
-        return Table4(swapped, table, lossless_half(absmax))
+        return Table4(swapped, table, lossless_half(self._absmax(part, state)))
 
     def _absmax(self, part: Part, state: dict[str, Any]) -> Tensor:
         # A block of zeros has scale zero, so zero is valid.
@@ -95,13 +100,15 @@ class Bnb4(FileMethod):
             return part.scales("weight.absmax", allow_zero=True)
         outer = part.scales("weight.nested_absmax", allow_zero=True)
         inner = part.scales("weight.nested_quant_map", allow_zero=True)
-        codes = part["weight.absmax"]
-        spread = outer.repeat_interleave(_NESTED_BLOCK)[: codes.numel()]
-        absmax = inner[codes.long()] * spread + float(state["nested_offset"])
+        codes, outputs, inputs = part["weight.absmax"], part.outputs, part.inputs
+        rows = torch.arange(outputs.start, outputs.stop, device=codes.device)
+        columns = torch.arange(inputs.start // _BLOCK, inputs.stop // _BLOCK, device=codes.device)
+        index = rows[:, None] * (inputs.whole // _BLOCK) + columns  # in the file's flat order
+        absmax = inner[codes.long()] * outer[index // _NESTED_BLOCK] + float(state["nested_offset"])
         check_scales(absmax, f"{part.name}.weight.absmax", allow_zero=True)
         return absmax
 
-    def _read_state(self, part: Part, shape: Shape) -> dict[str, Any]:
+    def _read_state(self, part: Part) -> dict[str, Any]:
         """The blob's JSON. Raises unless it matches the config and the layer."""
         blob, name = part[self._state], f"{part.name}.{self._state}"
         if blob.is_meta:
@@ -112,7 +119,7 @@ class Bnb4(FileMethod):
             nested = (state.get("nested_blocksize"), "nested_offset" in state)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"tensor {name}: is not the expected JSON: {error!r}.") from error
-        expected = (self._kind, _BLOCK, tuple(shape))
+        expected = (self._kind, _BLOCK, part.whole_shape)
         if found != expected or (self._nested and nested != (_NESTED_BLOCK, True)):
             raise UnsupportedError(
                 f"tensor {name}: has type, block and shape {found}, nested {nested}; expected "

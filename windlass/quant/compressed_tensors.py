@@ -216,7 +216,10 @@ class CompressedTensors(FileMethod):
             group = weights.groups.of(part, num_in)
             scales = (num_out, num_in // group)
             params["weight_scale"] = ParamSpec(
-                shape=scales, dtype=torch.float32, out=Axis(0), into=Axis(1, group)
+                shape=scales,
+                dtype=torch.float32,
+                out=Axis(0),
+                into=weights.groups.axis(1, part, num_in),
             )
         if not weights.is_float:
             params["weight_zero_point"] = self._zero_points(params["weight_scale"], num_out)
@@ -301,14 +304,13 @@ class CompressedTensors(FileMethod):
         elif not self._packed:
             _check_zero(part, "weight_zero_point")
         if self._packed:
-            _check_shape(part, shape)
+            _check_shape(part)
             codes = unpack(part["weight_packed"], bits, num_in)
         else:
             codes = (part["weight"].to(torch.int16) + centre).to(torch.uint8)
         perm = None
         if self._weights.act_order:
-            group = self._weights.groups.of(part.name, num_in)
-            perm = perm_of(part["weight_g_idx"], group, f"{part.name}.weight_g_idx")
+            perm = perm_of(part, "weight_g_idx", self._weights.groups, method=self.name)
             codes = codes if perm is None else codes[:, perm.long()]
         return affine(codes, scales, zeros, bits, perm)
 
@@ -331,10 +333,10 @@ def _check_zero(part: Part, name: str) -> None:
         )
 
 
-def _check_shape(part: Part, shape: Shape) -> None:
+def _check_shape(part: Part) -> None:
     stored = part["weight_shape"]
-    if not stored.is_meta and tuple(stored.tolist()) != shape:
+    if not stored.is_meta and tuple(stored.tolist()) != part.whole_shape:
         raise CheckpointError(
             f"tensor {part.name}.weight_shape: is {stored.tolist()}, the network needs "
-            f"{list(shape)}."
+            f"{list(part.whole_shape)}."
         )

@@ -54,7 +54,8 @@ class Gptq(FileMethod):
             )
         width = unit * bits // 32
         words_in, words_out = num_words(num_in, bits), num_words(num_out, bits)
-        out, into, per_group = Axis(1, unit, width), Axis(0, unit, width), Axis(0, group)
+        out, into = Axis(1, unit, width), Axis(0, unit, width)
+        per_group = self._groups.axis(0, part, num_in)
         return {
             "qweight": ParamSpec(
                 shape=(words_in, num_out), dtype=torch.int32, out=Axis(1), into=into
@@ -70,7 +71,7 @@ class Gptq(FileMethod):
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         num_out, num_in = shape
-        perm = perm_of(part["g_idx"], self._groups.of(part.name, num_in), f"{part.name}.g_idx")
+        perm = perm_of(part, "g_idx", self._groups, method=self.name)
         codes = unpack(part["qweight"].T.contiguous(), self._bits, num_in)
         if perm is not None:
             codes = codes[:, perm.long()]

@@ -12,17 +12,31 @@ from windlass.quant.rounding import Scheme, quantise
 
 
 class Online(PackedMethod):
-    """Reads unquantised weights and quantises them to a scheme."""
+    """Reads unquantised weights and quantises them to a scheme.
+
+    Shards end at groups and blocks of the whole weight, so ranks quantise to the same codes as one
+    rank alone. Only scales of whole rows differ if the inputs are cut: each rank has its own.
+    """
 
     def __init__(self, scheme: Scheme, linears: Linears) -> None:
         super().__init__(scheme.name, linears)
         self._scheme = scheme
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        self._scheme.group(num_in, part)  # raises for an invalid group size before anything is read
-        dtype = self._linears.dtype
-        return {"weight": ParamSpec((num_out, num_in), dtype, out=Axis(0), into=Axis(1))}
+        rows, columns = self._scheme.block or (1, 1)
+        group = self._scheme.group(num_in, part)  # raises for an invalid size before any reading
+        if group in self._scheme.groups:
+            columns = group
+        return {
+            "weight": ParamSpec(
+                shape=(num_out, num_in),
+                dtype=self._linears.dtype,
+                out=Axis(0, rows, rows),
+                into=Axis(1, columns, columns),
+            )
+        }
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         del shape
+        # The shard's group size is the whole weight's: sizes that divide the shard divide the whole.
         return quantise(part["weight"], self._scheme)

@@ -38,7 +38,7 @@ class PackedMethod(ABC):
 
     @abstractmethod
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        """Convert a part's stored tensors to the packed form in memory."""
+        """Convert a rank's stored tensors of a part, of `shape` outputs and inputs, to the packed form."""
 
     def gives_rows(self, num_out: int, num_in: int) -> bool:
         """Whether single rows of the packed weight can be read, as for embeddings."""
@@ -123,3 +123,7 @@ class Groups:
                 "The weights and the quantization_config do not match."
             )
         return size
+
+    def axis(self, dim: int, part: str, num_in: int) -> Axis | None:
+        """The input axis of a tensor with one entry per group; None: scales of whole rows are not cut."""
+        return None if self.size is None else Axis(dim, self.of(part, num_in))

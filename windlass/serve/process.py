@@ -27,6 +27,7 @@ from windlass.errors import (
     DownloadError,
     EngineError,
     RequestError,
+    ShardError,
     UnsupportedError,
     WorkerDied,
 )
@@ -40,7 +41,8 @@ _LAST_MESSAGES_S = 0.1  # messages of a dying process may still be in transit
 _STOP_TIMEOUT_S = 5.0
 
 _BUILD_ERRORS = {
-    kind.__name__: kind for kind in (ConfigError, CheckpointError, UnsupportedError, DownloadError)
+    kind.__name__: kind
+    for kind in (ConfigError, CheckpointError, ShardError, UnsupportedError, DownloadError)
 }
 _REFUSALS = (RequestError, CapacityError, AdapterNotFound, AdapterConflict)
 _REQUEST_ERRORS = {kind.__name__: kind for kind in _REFUSALS}

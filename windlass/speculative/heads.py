@@ -16,6 +16,7 @@ from windlass.models.fingerprint import fingerprint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
+from windlass.quant.shard import Region
 from windlass.speculative.auto import detect_method
 from windlass.speculative.base import Proposer, SlotUpdate, SpeculationContext
 from windlass.speculative.speculators import NORMS, flatten_config, verifier_of
@@ -155,9 +156,9 @@ class _RenamedCheckpoint:
         return self._whole.stored(self._names.get(name, name))
 
     def read(
-        self, name: str, shape: tuple[int, ...], rows: slice | None = None, *, raw: bool = False
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
-        return self._whole.read(self._names.get(name, name), shape, rows, raw=raw)
+        return self._whole.read(self._names.get(name, name), shape, region, raw=raw)
 
 
 def _rename(name: str, renamed: Mapping[str, str]) -> str:
