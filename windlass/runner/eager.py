@@ -214,22 +214,21 @@ class EagerExecutor(Executor):
 
     def _score_prompts(self, inputs: StepInputs, hidden: Tensor, results: list[RowResult]) -> None:
         for i, (row, span) in enumerate(zip(inputs.rows, inputs.spans, strict=True)):
-            num_top = inputs.facts.num_prompt_scores(row.slot)
-            if num_top is not None:
+            if inputs.facts.num_prompt_scores(row.slot) is not None:
                 part = hidden[span.first : span.first + span.count]
-                prompt = inputs.facts.prompt(row.slot)
-                scored = self._score_prompt(row, prompt, part, num_top)
+                scored = self._score_prompt(inputs, row, part)
                 results[i] = results[i]._replace(prompt_logprobs=scored)
 
-    def _score_prompt(
-        self, row: Row, prompt: list[int], hidden: Tensor, num_top: int
-    ) -> list[TokenLogprob]:
+    def _score_prompt(self, inputs: StepInputs, row: Row, hidden: Tensor) -> list[TokenLogprob]:
         """Logprobs of the prompt tokens that follow this row's positions."""
-        following = prompt[row.start + 1 : row.start + row.num_tokens + 1]
+        num_top = inputs.facts.num_prompt_scores(row.slot)
+        assert num_top is not None
+        following = inputs.facts.prompt(row.slot)[row.start + 1 : row.start + row.num_tokens + 1]
+        batch_invariant = inputs.shape.batch_invariant
         scored: list[TokenLogprob] = []
         for at in range(0, len(following), _LOGPROBS_CHUNK):
             tokens = following[at : at + _LOGPROBS_CHUNK]
-            adapters = self._metadata.adapters([row.adapter], [len(tokens)], batch_invariant=False)
+            adapters = self._metadata.adapters([row.adapter], [len(tokens)], batch_invariant)
             logits = self._parts.network.logits(hidden[at : at + len(tokens)], adapters)
             scored += score_tokens(logits, tokens, num_top)
         return scored
