@@ -490,7 +490,7 @@ def test_graphs_use_the_tables_of_all_groups(overlap: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["greedy", "logprobs", "grammar"])  # half a minute each
 def test_drafting_steps_equal_eager_steps(name: str) -> None:
     want = generate(Counting(eager_runner()), CASES[name], overlap=False, prompts=5)
     runner, _ = graph_runner(max_draft_tokens=3)

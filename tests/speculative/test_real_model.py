@@ -48,7 +48,7 @@ def verify_all(monkeypatch) -> None:
     monkeypatch.setattr(
         governor.Governor,
         "choose",
-        lambda _self, _slots, drafts, _: [len(d.tokens) for d in drafts],
+        lambda _self, _slots, drafts, *_: [len(d.tokens) for d in drafts],
     )
     monkeypatch.setattr(governor.Governor, "draft_length", lambda self, *_: self._max_draft_tokens)
 
