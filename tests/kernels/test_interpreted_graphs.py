@@ -164,56 +164,45 @@ class Oracle:
         del pairs
 
 
-class TorchKernels:
-    """The sampling kernels with torch, for greedy rows: the interpreter is slow for these."""
+def greedy_tokens(
+    logits: Tensor, sampling: Tensor, _seeds: Tensor, slots: Tensor, _at: Tensor, last: Tensor
+) -> Tensor:
+    """`sample` with torch, for greedy rows: the interpreter is slow for it."""
+    assert not sampling[:, 0].any()
+    tokens = logits.argmax(-1).int()
+    last[slots.long()] = tokens
+    return tokens
 
-    def sample(
-        self,
-        logits: Tensor,
-        sampling: Tensor,
-        seeds: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        last_tokens: Tensor,
-    ) -> Tensor:
-        del seeds, positions
-        assert not sampling[:, 0].any()
-        tokens = logits.argmax(-1).int()
-        last_tokens[slots.long()] = tokens
-        return tokens
 
-    def change_logits(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        mask_rows: Tensor,
-        tables: Tensor,
-        penalties: Tensor,
-        masks: Tensor,
-    ) -> Tensor:
-        scores = logits[rows.long()].float()
-        for row, slot, mask, x in zip(rows, slots, mask_rows, scores, strict=True):
-            del row
-            bias, counts = tables[slot].tolist()
-            if bias:
-                x += at_address(bias, torch.float32)
-            if counts:
-                known = at_address(counts, torch.int32)
-                x[:] = filters.penalise(x, known >> 1, known > 0, *penalties[slot].tolist())
-            if mask >= 0:
-                bits = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")
-                x[torch.from_numpy(bits[:VOCAB] == 0)] = -torch.inf
-        return scores
+def changed_logits(
+    logits: Tensor, rows: Tensor, slots: Tensor, of_mask: Tensor, tables: Tensor, *others: Tensor
+) -> Tensor:
+    """`change_logits` with torch; `others`: the penalties by slot, and the masks."""
+    penalties, masks = others
+    scores = logits[rows.long()].float()
+    for slot, mask, x in zip(slots, of_mask, scores, strict=True):
+        bias, counts = tables[slot].tolist()
+        if bias:
+            x += at_address(bias, torch.float32)
+        if counts:
+            known = at_address(counts, torch.int32)
+            x[:] = filters.penalise(x, known >> 1, known > 0, *penalties[slot].tolist())
+        if mask >= 0:
+            bits = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")
+            x[torch.from_numpy(bits[:VOCAB] == 0)] = -torch.inf
+    return scores
 
-    def count_tokens(self, tokens: Tensor, slots: Tensor, tables: Tensor) -> None:
-        for token, slot in zip(tokens.tolist(), slots.tolist(), strict=True):
-            counts = int(tables[slot, 1])
-            if counts:
-                at_address(counts, torch.int32)[token] += 2
 
-    def keep_typical(self, *_: object) -> None:
-        raise AssertionError("no test uses typical acceptance")
+def counted_tokens(tokens: Tensor, slots: Tensor, tables: Tensor) -> None:
+    """`count_tokens` with torch."""
+    for token, slot in zip(tokens.tolist(), slots.tolist(), strict=True):
+        counts = int(tables[slot, 1])
+        if counts:
+            at_address(counts, torch.int32)[token] += 2
+
+
+def no_typical_acceptance(*_: object) -> None:
+    raise AssertionError("no test uses typical acceptance")
 
 
 def at_address(address: int, dtype: torch.dtype) -> Tensor:
@@ -285,11 +274,17 @@ def eager_runner() -> Runner:
 
 
 def graph_runner(max_draft_tokens: int = 0, num_groups: int = 1) -> tuple[Runner, FakeBackend]:
-    from windlass.runner.device_sampler import DeviceSampler
+    from windlass.runner.device_sampler import DeviceSampler, SamplingKernels
 
     backend = FakeBackend()
+    kernels = SamplingKernels(
+        sample=greedy_tokens,
+        change_logits=changed_logits,
+        count_tokens=counted_tokens,
+        keep_typical=no_typical_acceptance,
+    )
     parts = make_parts(
-        lambda slots: DeviceSampler(slots, VOCAB, backend=backend, kernels=TorchKernels()),
+        lambda slots: DeviceSampler(slots, VOCAB, backend=backend, kernels=kernels),
         num_groups,
     )
     sampler = parts.sampling
@@ -455,7 +450,7 @@ def test_logits_change_as_the_reference_says() -> None:
     penalties = torch.tensor([[1.0, 0, 0], [1.3, 0.5, 0.25], [1, 0, 0], [0.8, -1.0, 1.5]])
     masks = torch.randint(-(2**31), 2**31 - 1, (2, 2)).int()
     args = (logits, rows, slots, torch.tensor([1, -1, 0, -1]).int(), tables, penalties, masks)
-    want = TorchKernels().change_logits(*args)
+    want = changed_logits(*args)
     torch.testing.assert_close(change_logits(*args), want)
     before, tokens = counts.clone(), torch.tensor([1, 2, 3, 4]).int()
     count_tokens(tokens, slots, tables)

@@ -9,9 +9,9 @@ launched when the token arrives, and the device computes the network meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,55 +32,27 @@ from windlass.runner.slots import SlotTables, to_device
 from windlass.runner.verify import SampleRequest, keep
 
 
-class Kernels(Protocol):
-    """The sampling kernels; kernels/triton has them, and their contracts."""
+@dataclass(frozen=True, slots=True)
+class SamplingKernels:
+    """The kernels of sampling; kernels/triton has them, and their contracts."""
 
-    def sample(
-        self,
-        logits: Tensor,
-        sampling: Tensor,
-        seeds: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        last_tokens: Tensor,
-    ) -> Tensor: ...
-
-    def change_logits(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        mask_rows: Tensor,
-        tables: Tensor,
-        penalties: Tensor,
-        masks: Tensor,
-    ) -> Tensor: ...
-
-    def count_tokens(self, tokens: Tensor, slots: Tensor, tables: Tensor) -> None: ...
-
-    def keep_typical(
-        self,
-        logits: Tensor,
-        sampling: Tensor,
-        slots: Tensor,
-        drafts: Tensor,
-        sampled: Tensor,
-        threshold: float,
-    ) -> None: ...
+    sample: Callable[..., Tensor]
+    change_logits: Callable[..., Tensor]
+    count_tokens: Callable[..., None]
+    keep_typical: Callable[..., None]
 
 
-class TritonKernels:
-    """The kernels on a GPU."""
+def _triton_kernels() -> SamplingKernels:
+    from windlass.kernels.triton.logits import change_logits, count_tokens
+    from windlass.kernels.triton.sample import sample
+    from windlass.kernels.triton.typical import keep_typical
 
-    def __init__(self) -> None:
-        from windlass.kernels.triton.logits import change_logits, count_tokens
-        from windlass.kernels.triton.sample import sample
-        from windlass.kernels.triton.typical import keep_typical
-
-        self.sample = sample
-        self.change_logits = change_logits
-        self.count_tokens = count_tokens
-        self.keep_typical = keep_typical
+    return SamplingKernels(
+        sample=sample,
+        change_logits=change_logits,
+        count_tokens=count_tokens,
+        keep_typical=keep_typical,
+    )
 
 
 def _is_special(sampling: SamplingParams) -> bool:
@@ -147,7 +119,7 @@ class DeviceSampler:
         vocab_size: int,
         threshold: float | None = None,
         backend: Backend | None = None,
-        kernels: Kernels | None = None,
+        kernels: SamplingKernels | None = None,
     ) -> None:
         """`threshold`: of typical acceptance; None: a draft token is accepted only if sampled."""
         self._slots = slots
@@ -155,7 +127,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._threshold = threshold
         self.backend = backend or CudaBackend()
-        self._kernels = kernels or TritonKernels()
+        self._kernels = kernels or _triton_kernels()
         self.grammars: Matchers | None = None
         count, device = slots.num_slots + 1, slots.device
         self._params = torch.zeros((count, 4), dtype=torch.float32, device=device)

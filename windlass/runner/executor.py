@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
 from windlass.core.types import RowResult, StepPlan, StepResult
 from windlass.kernels.storages import Held
+from windlass.lora.bank import Bank
 from windlass.runner.drafter import Drafter
 from windlass.runner.inputs import StepInputs, StepShape
 
@@ -54,8 +56,8 @@ class SampledStep:
         return self._inputs.result(self._samples.wait())
 
 
-class Executor:
-    """Computes steps of some shapes. `refuses` returns a short, constant reason, or None."""
+class Executor(ABC):
+    """Computes steps of some shapes. Reasons of refusals are short and constant: metrics count them."""
 
     name: str
     max_mixed_tokens = 0  # of a mixed step that a captured graph covers
@@ -65,12 +67,13 @@ class Executor:
         del num_rows
         return None
 
+    @abstractmethod
     def refuses(self, shape: StepShape) -> str | None:
-        raise NotImplementedError
+        """Why this executor cannot compute such a step; None: it can."""
 
+    @abstractmethod
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Start a step that `refuses` accepted. The runner has applied its plan to the slots."""
-        raise NotImplementedError
 
     def storages(self) -> Iterator[Held]:
         """Its buffers, without the outputs of captured graphs: their memory is measured as a whole."""
@@ -78,9 +81,12 @@ class Executor:
 
     def prepare(self, plan: StepPlan) -> None:
         """See each plan before it is applied, whichever executor computes it."""
+        del plan
 
     def attach(self, drafter: Drafter) -> None:
         """Add a drafter, which runs in steps with a `draft_length`."""
+        del drafter
 
-    def attach_adapters(self) -> None:
-        """Prepare for rows with adapters, once the layers have adapter slots."""
+    def attach_adapters(self, bank: Bank) -> None:
+        """Prepare for rows with adapters, whose slots `bank` has added to the layers."""
+        del bank

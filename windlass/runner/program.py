@@ -14,6 +14,7 @@ from windlass.kernels.native.ops import NativeOps, prompt_spans
 from windlass.kernels.native.program import Program, ProgramInputs, ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.kernels.storages import Held
+from windlass.lora.bank import Bank
 from windlass.runner import device as found
 from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import CompletedStep, Executor, PendingStep
@@ -47,7 +48,8 @@ class ProgramExecutor(Executor):
             if program is not None:
                 yield from program.storages()
 
-    def attach_adapters(self) -> None:
+    def attach_adapters(self, bank: Bank) -> None:
+        del bank
         self._adapted = self._recorded(partial(self._rehearse, adapted=True))
 
     @torch.inference_mode()

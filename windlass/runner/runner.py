@@ -91,7 +91,7 @@ class Runner:
         """Add LoRA slots, which plans may fill and rows may use."""
         self._bank, self._fetch = bank, fetch
         for executor in self._executors:
-            executor.attach_adapters()
+            executor.attach_adapters(bank)
 
     def attach_grammars(self, grammars: Matchers) -> None:
         """Enable structured outputs."""

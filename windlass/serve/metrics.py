@@ -74,26 +74,22 @@ class Metrics:
             _COUNTS,
         )
 
-        self._executors = Counter(
-            f"{_PREFIX}steps",
-            "Steps by the executor that computed them.",
-            (_LABEL, "executor"),
-            registry=self.registry,
+        self._executors = self._labelled(
+            "steps", "Steps by the executor that computed them.", "executor"
         )
-        self._executor_refusals = Counter(
-            f"{_PREFIX}executor_refusals",
+        self._executor_refusals = self._labelled(
+            "executor_refusals",
             "Steps that an executor refused, by reason; a slower executor computed them.",
-            (_LABEL, "executor", "reason"),
-            registry=self.registry,
+            "executor",
+            "reason",
         )
         self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_at = Counter(
-            f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
+        self._accepted_at = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by position in the row, from 0.",
-            (_LABEL, "position"),
-            registry=self.registry,
+            "position",
         )
         self._saved = self._counter(
             "spec_decode_num_tokens_saved", "Tokens generated without a step of their own."
@@ -130,23 +126,16 @@ class Metrics:
     def _request_metrics(self) -> None:
         self._received = self._counter("requests_received", "Completion requests received.")
         self._in_flight = self._gauge("requests_in_flight", "Requests received and not ended.")
-        self._outcomes = Counter(
-            f"{_PREFIX}request_outcomes",
+        self._outcomes = self._labelled(
+            "request_outcomes",
             "Ended requests by outcome; the sum plus the requests in flight equals the received ones.",
-            (_LABEL, "outcome"),
-            registry=self.registry,
+            "outcome",
         )
-        self._success = Counter(
-            f"{_PREFIX}request_success",
-            "Completions by finish reason.",
-            (_LABEL, "finished_reason"),
-            registry=self.registry,
+        self._success = self._labelled(
+            "request_success", "Completions by finish reason.", "finished_reason"
         )
-        self._rejections = Counter(
-            f"{_PREFIX}admission_rejections",
-            "Requests refused because the queue was full.",
-            (_LABEL, "reason"),
-            registry=self.registry,
+        self._rejections = self._labelled(
+            "admission_rejections", "Requests refused because the queue was full.", "reason"
         )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
         self._cached = self._counter(
@@ -159,11 +148,10 @@ class Metrics:
         self._body_bytes = self._gauge(
             "http_buffered_body_bytes", "Bytes of request bodies in reception."
         )
-        self._cuts = Counter(
-            f"{_PREFIX}http_connections_cut",
+        self._cuts = self._labelled(
+            "http_connections_cut",
             "Connections that the server refused or closed, by reason.",
-            (_LABEL, "reason"),
-            registry=self.registry,
+            "reason",
         )
 
     def _histograms(self) -> None:
@@ -199,6 +187,10 @@ class Metrics:
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(_PREFIX + name, help, (_LABEL,), registry=self.registry)
         return counter.labels(self._model_name)
+
+    def _labelled(self, name: str, help: str, *labels: str) -> Counter:
+        """A counter with labels beside the model's name."""
+        return Counter(_PREFIX + name, help, (_LABEL, *labels), registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
