@@ -1,0 +1,178 @@
+"""Mixture-of-experts MLPs: their sizes and routing, the kernel interface, and the choice of a kernel.
+
+Weights are stacked along the outputs: expert e's gate and up rows are rows [2 e I, 2 (e + 1) I) of
+`gate_up`, its down rows are rows [e H, (e + 1) H) of `down`. So each packed form serves experts, too.
+A new kernel is one file and one line in `_CANDIDATES`; reference_experts.py is the definition.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.native.pool import Workers
+from windlass.kernels.packed import Packed
+from windlass.kernels.storages import Held, held
+
+_CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ()}
+_REFERENCE = "windlass.kernels.reference_experts:ReferenceExperts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a router chooses the experts of a token, and their weights.
+
+    Scores are the softmax or the sigmoid of the logits. Experts are chosen by score plus the
+    correction bias, if there is one; weights are the scores of the chosen, without the bias.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = False  # divide the weights of a token by their sum
+    scale: float = 1.0  # of the weights, after normalising
+    num_groups: int = 1  # experts are chosen from the best `top_groups` groups
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # top2: the sum of a group's best two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertActivation:
+    """The function between the GEMMs, of an expert's gate and up outputs.
+
+    silu and gelu_tanh: f(gate) * up. clamped: gate * sigmoid(alpha * gate) * (up + 1), with gate
+    limited to `limit` from above and up to [-limit, limit] (gpt-oss).
+    """
+
+    kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    interleaved: bool = False  # rows of gate_up alternate: gate 0, up 0, gate 1, ...
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """All experts of one layer, as the checkpoint's format packs them."""
+
+    gate_up: Packed | Tensor  # [E * 2 I, H]
+    down: Packed | Tensor  # [E * H, I]
+    routing: Routing
+    activation: ExpertActivation = field(default_factory=ExpertActivation)
+    correction_bias: Tensor | None = None  # float32 [E], added to scores for the choice only
+    gate_up_bias: Tensor | None = None  # [E, 2 I]
+    down_bias: Tensor | None = None  # [E, H]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down.shape[0] // self.routing.num_experts
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.shape[1]
+
+
+class ExpertMLP(ABC):
+    """The experts of one layer, prepared for one kernel."""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[Tensor | None]:
+        """The tensors of the weights."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
+
+    def storages(self) -> Iterator[Held]:
+        return held("weights", *self.tensors())
+
+    @abstractmethod
+    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts' outputs [T, H], for x [T, H] and router logits [T, E]."""
+
+
+class ExpertKernel(Protocol):
+    """A kernel for mixture-of-experts MLPs."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's result is bitwise independent of the other rows."""
+        ...
+
+    def refuse(
+        self, weights: ExpertWeights, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Why the kernel does not support these weights, or None. Tensors may be on the meta device."""
+        ...
+
+    def prepare(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertMLP:
+        """Repack the weights. They are not needed afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExperts:
+    """Experts prepared for their kernel, with the reason for the choice."""
+
+    mlp: ExpertMLP
+    kernel: str
+    reason: str
+    batch_invariant: bool = True
+
+
+class ExpertKernels:
+    """Prepares the experts of one engine for its device and dtype."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        plain: bool = False,
+        workers: Workers | None = None,
+    ) -> None:
+        """`workers`: the engine's; without them native kernels have a pool of their own."""
+        self._device = device
+        self._dtype = dtype
+        self._workers = workers or Workers()
+        self._plain = plain
+
+    def prepare(self, weights: ExpertWeights) -> PreparedExperts:
+        """Choose the first kernel that supports the weights, else the reference, and prepare them."""
+        refusals: dict[str, str] = {}
+        if self._plain:
+            refusals["all others"] = "plain kernels were requested"
+        for where in [*self._candidates, _REFERENCE]:
+            kernel = _kernel(where, self._workers)
+            codes = weights.down if isinstance(weights.down, Tensor) else weights.down.codes
+            why = kernel.refuse(weights, self._device, self._dtype)
+            if why is None:
+                reason = "; ".join(f"{name}: {text}" for name, text in refusals.items())
+                prepared_by = _kernel(_REFERENCE, self._workers) if codes.is_meta else kernel
+                return PreparedExperts(
+                    mlp=prepared_by.prepare(weights, self._dtype),
+                    kernel=kernel.name,
+                    reason=reason or "first choice",
+                    batch_invariant=kernel.batch_invariant,
+                )
+            refusals[kernel.name] = why
+        raise AssertionError("the reference implementation of experts refused")
+
+    @property
+    def _candidates(self) -> tuple[str, ...]:
+        if self._plain or (self._device.type == "cuda" and find_spec("triton") is None):
+            return ()
+        return _CANDIDATES.get(self._device.type, ())
+
+
+def _kernel(where: str, workers: Workers) -> ExpertKernel:
+    module, name = where.split(":")
+    return getattr(import_module(module), name)(workers)
