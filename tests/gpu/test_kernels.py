@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 
 pytestmark = [
@@ -112,8 +113,12 @@ def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype) -> None:
     kv, batch = make_batch(rows, heads, dtype, splits)
     q = randn(sum(c for _, c in rows), heads.num_q, heads.dim, dtype=dtype)
     for window, cap in [(None, None), (50, None), (None, 20.0), (1, 5.0)]:
-        want = reference.attention(q, kv, batch, heads.dim**-0.5, window, cap)
-        close(attention(q, kv, batch, heads.dim**-0.5, window, cap), want, factor=1.5)
+        want = reference.attention(q, kv, batch, AttentionOptions(heads.dim**-0.5, window, cap))
+        close(
+            attention(q, kv, batch, AttentionOptions(heads.dim**-0.5, window, cap)),
+            want,
+            factor=1.5,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,10 +133,10 @@ def test_rope_write(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = None
     if normed:
-        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+        norms = QKNorms(randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
-    got = rope_write(qkv, heads, table, norms, ours, batch)
+    want = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+    got = rope_write(qkv, heads, RopeOptions(table, norms=norms), ours, batch)
     close(got, want)
     close(ours.keys, kv.keys)
     assert torch.equal(ours.values, kv.values)
@@ -153,13 +158,20 @@ def test_decode_with_fused_rope(
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = None
     if normed:
-        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+        norms = QKNorms(randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
     for window in (None, 50):
         ours = LayerKV(kv.keys.clone(), kv.values.clone())
-        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
-        want = reference.attention(queries, kv, batch, heads.dim**-0.5, window)
+        queries = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+        want = reference.attention(queries, kv, batch, AttentionOptions(heads.dim**-0.5, window))
         scale = heads.dim**-0.5
-        got = attend(qkv, heads, table, norms, ours, batch, scale, window)
+        got = attend(
+            qkv,
+            heads,
+            RopeOptions(table, norms=norms),
+            ours,
+            batch,
+            AttentionOptions(scale, window),
+        )
         close(got, want, factor=2)
         close(ours.keys, kv.keys)
         assert torch.equal(ours.values, kv.values)
@@ -194,17 +206,31 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = None
     if normed:
-        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+        norms = QKNorms(randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
     scale = heads.dim**-0.5
     for window in (None, 50):
         ours = LayerKV(kv.keys.clone(), kv.values.clone())
-        queries = reference.rope_write(qkv, heads, table, norms, kv, rows_batch)
-        want = reference.attention(queries, kv, rows_batch, scale, window)
-        got = attend(qkv, heads, table, norms, ours, batch, scale, window)
+        queries = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, rows_batch)
+        want = reference.attention(queries, kv, rows_batch, AttentionOptions(scale, window))
+        got = attend(
+            qkv,
+            heads,
+            RopeOptions(table, norms=norms),
+            ours,
+            batch,
+            AttentionOptions(scale, window),
+        )
         close(got, want, factor=2)
         close(ours.keys, kv.keys)
         assert torch.equal(ours.values, kv.values)
-        again = attend(qkv, heads, table, norms, ours, batch, scale, window)
+        again = attend(
+            qkv,
+            heads,
+            RopeOptions(table, norms=norms),
+            ours,
+            batch,
+            AttentionOptions(scale, window),
+        )
         assert torch.equal(got, again), "not deterministic"
 
 

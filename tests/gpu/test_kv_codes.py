@@ -11,6 +11,7 @@ from tests.gpu.test_engine import GREEDY, agreement, folder, outputs
 from tests.gpu.test_kernels import CUDA, DTYPES, ROWS, make_batch, randn
 from windlass import LLM, SamplingParams
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
 __all__ = ["folder"]  # a fixture of test_engine.py
@@ -69,8 +70,8 @@ def test_attention(rows, heads: Heads, splits: int, dtype: torch.dtype, codes) -
     kv, batch = quantised_batch(rows, heads, dtype, splits, codes)
     q = randn(sum(c for _, c in rows), heads.num_q, heads.dim, dtype=dtype)
     for window, cap in [(None, None), (50, None), (1, 5.0)]:
-        want = reference.attention(q, kv, batch, heads.dim**-0.5, window, cap)
-        close(attention(q, kv, batch, heads.dim**-0.5, window, cap), want)
+        want = reference.attention(q, kv, batch, AttentionOptions(heads.dim**-0.5, window, cap))
+        close(attention(q, kv, batch, AttentionOptions(heads.dim**-0.5, window, cap)), want)
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
@@ -89,16 +90,26 @@ def test_kv_writes(heads: Heads, normed: bool, codes: torch.dtype) -> None:
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = None
     if normed:
-        norms = (randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+        norms = QKNorms(randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
     for splits in (1, 2, 16):
         kv, batch = quantised_batch(rows, heads, dtype, splits, codes)
         written, attended = copy_of(kv), copy_of(kv)
-        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
-        close(rope_write(qkv, heads, table, norms, written, batch), queries)
+        queries = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+        close(rope_write(qkv, heads, RopeOptions(table, norms=norms), written, batch), queries)
         assert_same_pages(written, kv)
         scale = heads.dim**-0.5
-        want = reference.attention(queries, kv, batch, scale)
-        close(attend(qkv, heads, table, norms, attended, batch, scale), want)
+        want = reference.attention(queries, kv, batch, AttentionOptions(scale))
+        close(
+            attend(
+                qkv,
+                heads,
+                RopeOptions(table, norms=norms),
+                attended,
+                batch,
+                AttentionOptions(scale),
+            ),
+            want,
+        )
         assert_same_pages(attended, kv)
 
 
@@ -119,11 +130,18 @@ def test_chunk_attends_to_its_own_keys_before_quantisation(
         (kv.keys.float() * kv.key_scales[..., None]).bfloat16(),
         (kv.values.float() * kv.value_scales[..., None]).bfloat16(),
     )
-    queries = reference.rope_write(qkv, heads, table, None, exact, batch)
+    queries = reference.rope_write(qkv, heads, RopeOptions(table), exact, batch)
     chunks = torch.cat([torch.full((count,), count > 1) for _, count in rows]).to(CUDA)
     for window in (None, 50):
-        want = reference.attention(queries, exact, batch, heads.dim**-0.5, window)
-        got = attend(qkv, heads, table, None, copy_of(kv), batch, heads.dim**-0.5, window)
+        want = reference.attention(queries, exact, batch, AttentionOptions(heads.dim**-0.5, window))
+        got = attend(
+            qkv,
+            heads,
+            RopeOptions(table),
+            copy_of(kv),
+            batch,
+            AttentionOptions(heads.dim**-0.5, window),
+        )
         close(got[chunks], want[chunks])
 
 

@@ -11,6 +11,7 @@ from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.core.types import NO_BLOCK
 from windlass.errors import UnsupportedError
 from windlass.kernels import batch_invariant_attention, reference, torch_attention
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, KVCache, LayerKV, Span, StepBatch, attention_layout
 
 CPU = torch.device("cpu")
@@ -69,8 +70,8 @@ def make_batch(
 def test_fused_equals_reference(rows, heads, kv_heads, dim, window) -> None:
     kv, batch = make_batch(rows, kv_heads, dim, size=16)
     queries = torch.randn(sum(c for _, c in rows), heads, dim)
-    want = reference.attention(queries, kv, batch, dim**-0.5, window)
-    got = torch_attention.attention(queries, kv, batch, dim**-0.5, window)
+    want = reference.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
+    got = torch_attention.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
@@ -98,9 +99,9 @@ def test_no_kernel_reads_behind_the_window(rows, window) -> None:
     queries = torch.randn(sum(c for _, c in rows), 6, 32)
     freed = hide_behind_window(kv, batch, window)
     for kernel in (reference, torch_attention, batch_invariant_attention):
-        want = kernel.attention(queries, kv, batch, 0.2, window)
-        assert torch.equal(kernel.attention(queries, *freed, 0.2, window), want)
-        exact = reference.attention(queries, kv, batch, 0.2, window)
+        want = kernel.attention(queries, kv, batch, AttentionOptions(0.2, window))
+        assert torch.equal(kernel.attention(queries, *freed, AttentionOptions(0.2, window)), want)
+        exact = reference.attention(queries, kv, batch, AttentionOptions(0.2, window))
         torch.testing.assert_close(want, exact, atol=1e-5, rtol=1e-4)
 
 
@@ -118,13 +119,13 @@ def test_layers_of_two_groups_use_their_own_tables() -> None:
     cos_sin = torch.rand(16, 16)
     for seed, (layer, window) in enumerate(zip(cache.layers, (None, 5, None, 5), strict=True)):
         qkv = torch.randn(11, 8 * 16, generator=torch.Generator().manual_seed(seed))
-        queries = reference.rope_write(qkv, Heads(4, 2, 16), cos_sin, None, layer, batch)
+        queries = reference.rope_write(qkv, Heads(4, 2, 16), RopeOptions(cos_sin), layer, batch)
         own = make_cache(1, (9, 2, 4, 16), torch.float32).layers[0]
         plain = replace(batch, tables=tables[layer.group][None], kv=[own])
-        reference.rope_write(qkv, Heads(4, 2, 16), cos_sin, None, own, plain)
-        want = reference.attention(queries, own, plain, 0.2, window)
+        reference.rope_write(qkv, Heads(4, 2, 16), RopeOptions(cos_sin), own, plain)
+        want = reference.attention(queries, own, plain, AttentionOptions(0.2, window))
         for kernel in (reference, torch_attention, batch_invariant_attention):
-            got = kernel.attention(queries, layer, batch, 0.2, window)
+            got = kernel.attention(queries, layer, batch, AttentionOptions(0.2, window))
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
@@ -137,7 +138,7 @@ def test_only_keys_and_values_of_one_shape_have_pages() -> None:
 def test_row_does_not_depend_on_other_rows() -> None:
     kv, batch = make_batch([(20, 1), (3, 4), (50, 1)], 2, 32, size=8)
     queries = torch.randn(6, 4, 32)
-    together = torch_attention.attention(queries, kv, batch, 0.2)
+    together = torch_attention.attention(queries, kv, batch, AttentionOptions(0.2))
     for span in batch.spans:
         part = slice(span.first, span.first + span.count)
         alone = StepBatch(
@@ -147,15 +148,15 @@ def test_row_does_not_depend_on_other_rows() -> None:
             spans=[Span(0, span.count, span.start)],
             kv=[kv],
         )
-        got = torch_attention.attention(queries[part], kv, alone, 0.2)
+        got = torch_attention.attention(queries[part], kv, alone, AttentionOptions(0.2))
         torch.testing.assert_close(got, together[part], atol=1e-5, rtol=1e-4)
 
 
 def test_soft_cap_bounds_the_scores() -> None:
     kv, batch = make_batch([(10, 3)], 1, 16, size=4)
     queries = torch.randn(3, 2, 16) * 100
-    uncapped = reference.attention(queries, kv, batch, 1.0)
-    capped = reference.attention(queries, kv, batch, 1.0, soft_cap=0.01)
+    uncapped = reference.attention(queries, kv, batch, AttentionOptions(1.0))
+    capped = reference.attention(queries, kv, batch, AttentionOptions(1.0, soft_cap=0.01))
     flat = torch.stack(
         [reference.read_row(kv, batch.tables[0, 0], n)[1][0].mean(0) for n in (11, 12, 13)]
     )

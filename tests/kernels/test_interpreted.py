@@ -15,6 +15,7 @@ import torch
 from tests.kernels.conftest import Check
 from tests.kernels.test_attention import hide_behind_window
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, Span, StepBatch
 from windlass.kernels.packed import Activation
 from windlass.kernels.reference_linear import ReferenceLinear
@@ -81,10 +82,12 @@ def test_rope_write(normed: bool) -> None:
     qkv = torch.randn(10, 10 * 24)
     angle = torch.rand(64, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
-    torch.testing.assert_close(rope_write(qkv, heads, table, norms, ours, batch), want)
+    want = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+    torch.testing.assert_close(
+        rope_write(qkv, heads, RopeOptions(table, norms=norms), ours, batch), want
+    )
     torch.testing.assert_close(ours.keys, kv.keys)
     torch.testing.assert_close(ours.values, kv.values)
 
@@ -97,8 +100,8 @@ def test_attention(window: int | None, cap: float | None) -> None:
     heads = Heads(6, 2, 48)
     kv, batch = make_batch(heads, [(600, 1), (0, 1), (30, 40)])
     q = torch.randn(42, 6, 48)
-    want = reference.attention(q, kv, batch, 0.2, window, cap)
-    got = attention(q, kv, batch, 0.2, window, cap)
+    want = reference.attention(q, kv, batch, AttentionOptions(0.2, window, cap))
+    got = attention(q, kv, batch, AttentionOptions(0.2, window, cap))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     assert not batch.work.counters.any()
 
@@ -111,11 +114,11 @@ def test_attention_reads_nothing_behind_the_window(window: int) -> None:
     heads = Heads(6, 2, 48)
     kv, batch = make_batch(heads, [(600, 1), (97, 1), (130, 40)])
     q = torch.randn(42, 6, 48)
-    want = reference.attention(q, kv, batch, 0.2, window)
+    want = reference.attention(q, kv, batch, AttentionOptions(0.2, window))
     for batch_invariant in (False, True):
         each = replace(batch, batch_invariant=batch_invariant)
         freed = hide_behind_window(kv, each, window)
-        got = attention(q, *freed, 0.2, window)
+        got = attention(q, *freed, AttentionOptions(0.2, window))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
@@ -128,8 +131,10 @@ def test_a_layer_uses_the_tables_of_its_group() -> None:
     qkv, table = torch.randn(4, 10 * 24), torch.rand(640, 24)
     ours = LayerKV(kv.keys.clone(), kv.values.clone(), group=1)
     tables = torch.cat([torch.full_like(batch.tables, -1), batch.tables])
-    want = attend(qkv, heads, table, None, kv, batch, 0.2)
-    got = attend(qkv, heads, table, None, ours, replace(batch, tables=tables), 0.2)
+    want = attend(qkv, heads, RopeOptions(table), kv, batch, AttentionOptions(0.2))
+    got = attend(
+        qkv, heads, RopeOptions(table), ours, replace(batch, tables=tables), AttentionOptions(0.2)
+    )
     assert torch.equal(got, want)
     assert torch.equal(ours.keys, kv.keys)
 
@@ -145,11 +150,13 @@ def test_decode_with_fused_rope(normed: bool, window: int | None) -> None:
     qkv = torch.randn(4, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
-    want = reference.attention(queries, kv, batch, 0.2, window)
-    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
+    queries = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+    want = reference.attention(queries, kv, batch, AttentionOptions(0.2, window))
+    got = attend(
+        qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
+    )
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(ours.keys, kv.keys)
     torch.testing.assert_close(ours.values, kv.values)
@@ -185,12 +192,14 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
     own = torch.cat([qkv[used], torch.zeros(1, 10 * 24)])
-    queries = reference.rope_write(own, heads, table, norms, kv, rows_batch)
-    want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-1]
-    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)[used]
+    queries = reference.rope_write(own, heads, RopeOptions(table, norms=norms), kv, rows_batch)
+    want = reference.attention(queries, kv, rows_batch, AttentionOptions(0.2, window))[:-1]
+    got = attend(
+        qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
+    )[used]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     real = rows_batch.tables[0, :padding].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
@@ -242,13 +251,15 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     qkv = torch.randn(count, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
+    got = attend(
+        qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
+    )
     used = [row * width + i for row in range(len(starts)) for i in range(length)]
     own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
-    queries = reference.rope_write(own, heads, table, norms, kv, rows_batch)
-    want = reference.attention(queries, kv, rows_batch, 0.2, window)[:-2]
+    queries = reference.rope_write(own, heads, RopeOptions(table, norms=norms), kv, rows_batch)
+    want = reference.attention(queries, kv, rows_batch, AttentionOptions(0.2, window))[:-2]
     torch.testing.assert_close(got[used], want, atol=1e-4, rtol=1e-3)
     real = rows_batch.tables[0, : len(starts)].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
@@ -259,8 +270,10 @@ def test_siblings_attend_to_the_first_token_and_themselves(
         batch = StepBatch(
             two, torch.tensor([row, row]).int(), rows_batch.tables, [Span(0, 2, start)], []
         )
-        queries = reference.rope_write(qkv[[row * width, at]], heads, table, norms, separate, batch)
-        alone = reference.attention(queries, separate, batch, 0.2, window)[1]
+        queries = reference.rope_write(
+            qkv[[row * width, at]], heads, RopeOptions(table, norms=norms), separate, batch
+        )
+        alone = reference.attention(queries, separate, batch, AttentionOptions(0.2, window))[1]
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
         block, offset = int(rows_batch.tables[0, row, (start + 1) // 16]), (start + 1) % 16
         for pages, own in ((ours.keys, separate.keys), (ours.values, separate.values)):

@@ -12,6 +12,7 @@ import torch
 from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
 pytest.importorskip("triton")
@@ -56,10 +57,12 @@ def test_rope_write(normed: bool) -> None:
     qkv[3] = 0
     angle = torch.rand(64, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = copy_of(kv)
-    want = reference.rope_write(qkv, heads, table, norms, kv, batch)
-    torch.testing.assert_close(rope_write(qkv, heads, table, norms, ours, batch), want)
+    want = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+    torch.testing.assert_close(
+        rope_write(qkv, heads, RopeOptions(table, norms=norms), ours, batch), want
+    )
     assert_same_pages(ours, kv)
 
 
@@ -72,8 +75,8 @@ def test_attention(window: int | None, cap: float | None, dtype: torch.dtype) ->
     heads = Heads(6, 2, 48)
     kv, batch = quantised_batch(heads, [(600, 1), (0, 1), (90, 40)], dtype)
     q = torch.randn(42, 6, 48)
-    want = reference.attention(q, kv, batch, 0.2, window, cap)
-    got = attention(q, kv, batch, 0.2, window, cap)
+    want = reference.attention(q, kv, batch, AttentionOptions(0.2, window, cap))
+    got = attention(q, kv, batch, AttentionOptions(0.2, window, cap))
     # The kernel rounds queries and weights to float16.
     assert (got - want).abs().max() < 2e-3 * want.abs().max()
     assert not batch.work.counters.any()
@@ -89,12 +92,14 @@ def test_decode_with_fused_rope(normed: bool) -> None:
     qkv = torch.randn(4, 10 * 24)
     angle = torch.rand(640, 12) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
-    norms = (torch.randn(24), torch.randn(24), 1e-6) if normed else None
+    norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     for window in (None, 20):
         ours = copy_of(kv)
-        queries = reference.rope_write(qkv, heads, table, norms, kv, batch)
-        want = reference.attention(queries, kv, batch, 0.2, window)
-        got = attend(qkv, heads, table, norms, ours, batch, 0.2, window)
+        queries = reference.rope_write(qkv, heads, RopeOptions(table, norms=norms), kv, batch)
+        want = reference.attention(queries, kv, batch, AttentionOptions(0.2, window))
+        got = attend(
+            qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
+        )
         assert (got - want).abs().max() < 4e-3 * want.abs().max()
         assert_same_pages(ours, kv)
 
@@ -112,7 +117,7 @@ def test_chunk_attends_to_its_own_keys_before_quantisation(window: int | None) -
     exact = LayerKV(
         kv.keys.float() * kv.key_scales[..., None], kv.values.float() * kv.value_scales[..., None]
     )
-    queries = reference.rope_write(qkv, heads, table, None, exact, batch)
-    want = reference.attention(queries, exact, batch, 0.2, window)
-    got = attend(qkv, heads, table, None, kv, batch, 0.2, window)
+    queries = reference.rope_write(qkv, heads, RopeOptions(table), exact, batch)
+    want = reference.attention(queries, exact, batch, AttentionOptions(0.2, window))
+    got = attend(qkv, heads, RopeOptions(table), kv, batch, AttentionOptions(0.2, window))
     assert (got - want)[:60].abs().max() < 4e-3 * want.abs().max()

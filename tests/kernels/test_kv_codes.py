@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.test_attention import make_batch, make_cache, make_layout
 from windlass.kernels import batch_invariant_attention, reference, torch_attention
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import (
     MAX_CODE,
     Heads,
@@ -64,7 +65,7 @@ def write(dtype: torch.dtype, counts: list[int]) -> KVCache:
         tables = torch.tensor([[[2, 0, 3]]])
         batch = StepBatch(positions, torch.zeros(count, dtype=torch.long), tables, [], cache.layers)
         part = qkv[start : start + count]
-        reference.rope_write(part, Heads(4, 2, 16), table, None, cache.layers[0], batch)
+        reference.rope_write(part, Heads(4, 2, 16), RopeOptions(table), cache.layers[0], batch)
         start += count
     return cache
 
@@ -94,13 +95,13 @@ def test_all_attention_implementations_read_codes(dtype: torch.dtype, window: in
     kv = coded(unquantised, dtype)
     random = torch.Generator().manual_seed(5)
     queries = torch.randn(sum(count for _, count in ROWS), 6, 32, generator=random)
-    want = reference.attention(queries, kv, batch, 0.2, window)
-    exact = reference.attention(queries, unquantised, batch, 0.2, window)
+    want = reference.attention(queries, kv, batch, AttentionOptions(0.2, window))
+    exact = reference.attention(queries, unquantised, batch, AttentionOptions(0.2, window))
     # Over 150 seeds the error was 0.6 to 0.7 % in int8 and 2.8 to 3.2 % in fp8.
     error = (want - exact).norm() / exact.norm()
     assert 1e-3 < error < (0.01 if dtype == torch.int8 else 0.045)
     for other in (torch_attention, batch_invariant_attention):
-        got = other.attention(queries, kv, batch, 0.2, window)
+        got = other.attention(queries, kv, batch, AttentionOptions(0.2, window))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 

@@ -11,22 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.batch import LayerKV, StepBatch
-from windlass.kernels.reference import first_visible, read_row, visible
+from windlass.kernels.reference import attention_weights, first_visible, read_row, visible
 
 _TILE = 16
 
 
-def attention(
-    queries: Tensor,
-    kv: LayerKV,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
     """Same contract as `reference.attention`."""
-    out = torch.empty_like(queries)
+    out, window = torch.empty_like(queries), options.window
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         for tile in range(span.start // _TILE * _TILE, span.context, _TILE):
@@ -38,27 +32,19 @@ def attention(
             # Queries of the tile that are not in this step would read freed or unwritten positions.
             padding = (0, 0, first - first_visible(tile, window), tile + _TILE - end)
             keys, values = (pad(part, padding) for part in read_row(kv, table, end, first))
-            mixed = _attend(q, keys, values, tile, scale, window, soft_cap)
+            mixed = _attend(q, keys, values, tile, options)
             out[rows] = mixed[begin - tile : end - tile]
     return out
 
 
 def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tile: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    q: Tensor, keys: Tensor, values: Tensor, tile: int, options: AttentionOptions
 ) -> Tensor:
     keys, values = keys.to(q.dtype), values.to(q.dtype)
     group = q.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
-    scores = torch.einsum("qhd,hkd->hqk", q, keys).float() * scale
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    mask = visible(tile, _TILE, window, q.device)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(q.dtype)
+    scores = torch.einsum("qhd,hkd->hqk", q, keys).float() * options.scale
+    mask = visible(tile, _TILE, options.window, q.device)
+    weights = attention_weights(scores, mask, options).to(q.dtype)
     return torch.einsum("hqk,hkd->qhd", weights, values)

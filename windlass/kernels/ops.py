@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
@@ -37,22 +38,20 @@ class Ops:
         self,
         qkv: Outputs,
         heads: Heads,
-        cos_sin: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
+        rope: RopeOptions,
         kv: LayerKV,
         batch: StepBatch,
-        window: int | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Apply RoPE and attention to the QKV GEMM's outputs; writes keys and values to the pages."""
-        scale = heads.dim**-0.5
         if self.fused_attention is not None:
-            return self.fused_attention(qkv, heads, cos_sin, norms, kv, batch, scale, window)
+            return self.fused_attention(qkv, heads, rope, kv, batch, options)
         if isinstance(qkv, UnscaledOutputs):
             qkv = qkv.scaled()
-        queries = self.rope_write(qkv, heads, cos_sin, norms, kv, batch)
+        queries = self.rope_write(qkv, heads, rope, kv, batch)
         if batch.batch_invariant and batch.work is None and not self.is_native:
-            return batch_invariant_attention(queries, kv, batch, scale, window)
-        return self.attention(queries, kv, batch, scale, window)
+            return batch_invariant_attention(queries, kv, batch, options)
+        return self.attention(queries, kv, batch, options)
 
     @property
     def is_triton(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
 
 
@@ -40,42 +41,57 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim/2) of each head; dimensions beyond the table are unchanged.
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the pairs (i, i + rotated/2), or (2i, 2i + 1), of each head; the rest is unchanged.
 
     x: [tokens, heads, dim]; cos, sin: [tokens, rotated / 2] in float32
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-    return rotated.to(x.dtype)
+    turned, rest = x.float().split([2 * half, x.shape[-1] - 2 * half], dim=-1)
+    if interleaved:
+        first, second = turned.unflatten(-1, (half, 2)).unbind(-1)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat([turned, rest], dim=-1).to(x.dtype)
+
+
+def head_norm(x: Tensor, weight: Tensor, norms: QKNorms) -> Tensor:
+    """Normalise each head [tokens, heads, dim]; RMSNorm multiplies in the weight's dtype."""
+    wide = x.float()
+    if norms.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norms.eps)
+    wide = weight.float() * wide if norms.kind == "layer" else weight * wide.to(weight.dtype)
+    return wide.to(x.dtype)
 
 
 def rope_write(
     qkv: Tensor,
     heads: Heads,
-    cos_sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
+    options: RopeOptions,
     kv: LayerKV,
     batch: StepBatch,
 ) -> Tensor:
-    """Split q, k and v, rotate q and k, write keys and values to the pages; returns q.
+    """Split q, k and v, normalise and rotate q and k, write keys and values to the pages; return q.
 
-    qkv: [tokens, all heads * dim]; cos_sin: [positions, rotated]; `norms` (q weight, k weight, eps)
-    are applied per head before the rotation. Returns [tokens, heads, dim].
+    qkv: [tokens, all heads * dim]. Returns [tokens, heads, dim].
     """
     sizes = [heads.num_q, heads.num_kv, heads.num_kv]
     q, k, v = qkv.view(qkv.shape[0], -1, heads.dim).split(sizes, dim=1)
+    norms = options.norms
     if norms is not None:
-        q_weight, k_weight, eps = norms
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
+        q, k = head_norm(q, norms.q, norms), head_norm(k, norms.k, norms)
+    if options.cos_sin is not None:
+        cos, sin = options.cos_sin[batch.positions].chunk(2, dim=-1)
+        q, k = (rope(x, cos, sin, options.interleaved) for x in (q, k))
     slots, size = batch.token_slots, kv.block_size
     blocks = batch.table_of(kv)[slots, batch.positions // size].long()
     offsets = batch.positions % size
     for pages, scales, new in (
-        (kv.keys, kv.key_scales, rope(k, cos, sin)),
+        (kv.keys, kv.key_scales, k),
         (kv.values, kv.value_scales, v),
     ):
         if scales is None:
@@ -84,7 +100,7 @@ def rope_write(
             codes, scale = encode(new, pages.dtype)
             pages[blocks, :, offsets] = codes
             scales[blocks, :, offsets] = scale
-    return rope(q, cos, sin)
+    return q.contiguous()
 
 
 # Scale of a head whose values are all zero, so that its codes are zero.
@@ -141,14 +157,18 @@ def visible(start: int, count: int, window: int | None, device: torch.device) ->
     return mask
 
 
-def attention(
-    queries: Tensor,
-    kv: LayerKV,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+def attention_weights(scores: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """The softmax over the visible keys of scaled scores [heads, queries, keys], in float32."""
+    if options.soft_cap is not None:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = options.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
     """Causal attention of every row over its own pages, row by row, in float32.
 
     queries: [tokens, heads, dim]; returns the same shape. Groups of query heads share a kv head.
@@ -157,15 +177,13 @@ def attention(
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]
-        keys, values = read_row(kv, table, span.context, first_visible(span.start, window))
+        keys, values = read_row(kv, table, span.context, first_visible(span.start, options.window))
         group = q.shape[1] // keys.shape[0]
         keys = keys.float().repeat_interleave(group, dim=0)
         values = values.float().repeat_interleave(group, dim=0)
-        scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        mask = visible(span.start, span.count, window, q.device)
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * options.scale
+        mask = visible(span.start, span.count, options.window, q.device)
+        weights = attention_weights(scores, mask, options)
         mixed = torch.einsum("hqk,hkd->qhd", weights, values)
         out[span.first : span.first + span.count] = mixed.to(out.dtype)
     return out

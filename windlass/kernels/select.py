@@ -31,6 +31,9 @@ class Need:
     heads: Heads
     rotated: int  # dimensions of a head that RoPE rotates
     soft_cap: float | None = None
+    sinks: bool = False
+    # Whether a layer has interleaved pairs, no rotation, or head norms that are not RMSNorms of one weight.
+    special_rope: bool = False
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
     workers: Workers = field(default_factory=Workers)  # of native kernels
@@ -84,9 +87,15 @@ def _triton(need: Need) -> str | None:
 
 
 def _triton_rope(need: Need) -> str | None:
+    if need.special_rope:
+        return "written for one kind of RoPE"
     if need.rotated != need.heads.dim:
         return f"RoPE rotates only {need.rotated} of {need.heads.dim} dimensions"
     return _triton(need)
+
+
+def _triton_attention(need: Need) -> str | None:
+    return "sinks are not supported" if need.sinks else _triton(need)
 
 
 def _native(need: Need) -> str | None:
@@ -108,9 +117,15 @@ def _native_pages(need: Need) -> str | None:
     return _native(need)
 
 
+def _native_rope(need: Need) -> str | None:
+    return "written for one kind of RoPE" if need.special_rope else _native_pages(need)
+
+
 def _native_attention(need: Need) -> str | None:
     if need.soft_cap is not None:
         return "soft cap is not supported"
+    if need.sinks:
+        return "sinks are not supported"
     if need.heads.group > _MAX_NATIVE_GROUP:
         return f"{need.heads.group} query heads share a kv head, more than {_MAX_NATIVE_GROUP}"
     return _native_pages(need)
@@ -119,7 +134,9 @@ def _native_attention(need: Need) -> str | None:
 def _fused_torch(need: Need) -> str | None:
     if need.plain:
         return "plain kernels were requested"
-    return "torch's fused attention has no soft cap" if need.soft_cap is not None else None
+    if need.soft_cap is not None:
+        return "torch's fused attention has no soft cap"
+    return "torch's fused attention has no sinks" if need.sinks else None
 
 
 _TRITON = "windlass.kernels.triton"
@@ -142,10 +159,10 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     ],
     "rope_write": [
         Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_rope),
-        Candidate("native", "rope_write", _native_pages),
+        Candidate("native", "rope_write", _native_rope),
     ],
     "attention": [
-        Candidate("triton", f"{_TRITON}.attention:attention", _triton),
+        Candidate("triton", f"{_TRITON}.attention:attention", _triton_attention),
         Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],

@@ -1,7 +1,7 @@
 """Paged attention with torch's scaled_dot_product_attention; single-query rows are batched.
 
 The query heads of a kv head are folded into the query length, so keys are never repeated. Soft caps
-are left to the reference implementation.
+and sinks are left to the reference implementation.
 """
 
 from __future__ import annotations
@@ -10,28 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.batch import LayerKV, Span, StepBatch
 from windlass.kernels.reference import first_visible, read_row, read_rows, visible
 
 
-def attention(
-    queries: Tensor,
-    kv: LayerKV,
-    batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """Same contract as `reference.attention`; `soft_cap` must be None."""
-    assert soft_cap is None
+def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
+    """Same contract as `reference.attention`; without soft cap and sinks."""
+    assert options.soft_cap is None
+    assert options.sinks is None
     out = torch.empty_like(queries)
     single = [i for i, span in enumerate(batch.spans) if span.count == 1]
     if single:
-        _attend_singles(out, queries, kv, batch, single, scale, window)
+        _attend_singles(out, queries, kv, batch, single, options)
     for span in batch.spans:
         if span.count > 1:
             table = batch.table_of(kv)[batch.token_slots[span.first]]
-            _attend_chunk(out, queries, kv, table, span, scale, window)
+            _attend_chunk(out, queries, kv, table, span, options)
     return out
 
 
@@ -41,15 +36,14 @@ def _attend_singles(
     kv: LayerKV,
     batch: StepBatch,
     rows: list[int],
-    scale: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> None:
     """Compute all single-query rows in one call, padded to the longest context."""
     _, kv_heads, size, dim = kv.keys.shape
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
     tables = batch.table_of(kv)[batch.token_slots[tokens]]
-    first = torch.zeros_like(contexts)
+    first, window = torch.zeros_like(contexts), options.window
     if window is not None:
         first = (contexts - window).clamp_min(0) // size
     last = (contexts - 1) // size
@@ -63,7 +57,11 @@ def _attend_singles(
         mask &= key >= contexts[:, None] - window
     folded = queries[tokens].view(len(rows), kv_heads, -1, dim)
     mixed = scaled_dot_product_attention(
-        folded, keys.to(folded.dtype), values.to(folded.dtype), mask[:, None, None, :], scale=scale
+        folded,
+        keys.to(folded.dtype),
+        values.to(folded.dtype),
+        mask[:, None, None, :],
+        scale=options.scale,
     )
     out[tokens] = mixed.reshape(len(rows), -1, dim)
 
@@ -74,19 +72,18 @@ def _attend_chunk(
     kv: LayerKV,
     table: Tensor,
     span: Span,
-    scale: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> None:
     """Compute one row of several queries, with or without a cached prefix."""
     q = queries[span.first : span.first + span.count]  # [count, heads, dim]
-    first = first_visible(span.start, window)
+    first = first_visible(span.start, options.window)
     keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context, first))
     group = q.shape[1] // keys.shape[0]
     # [count, kv_heads, group, dim] -> [kv_heads, group * count, dim]
     folded = q.unflatten(1, (keys.shape[0], group)).permute(1, 2, 0, 3).flatten(1, 2)
-    mask = visible(span.start, span.count, window, q.device).repeat(group, 1)
+    mask = visible(span.start, span.count, options.window, q.device).repeat(group, 1)
     mixed = scaled_dot_product_attention(
-        folded[None], keys[None], values[None], mask[None, None], scale=scale
+        folded[None], keys[None], values[None], mask[None, None], scale=options.scale
     )[0]
     mixed = mixed.unflatten(1, (group, span.count)).permute(2, 0, 1, 3).flatten(1, 2)
     out[span.first : span.first + span.count] = mixed

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LogitsIndices, StepBatch
-from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.gemm_io import Inputs, Outputs, UnscaledOutputs
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import HeadNorm, RMSNorm
+from windlass.layers.stored import ShardedRows
 from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
 
@@ -24,12 +27,21 @@ class AttentionShape:
     heads: Heads
     qkv_bias: bool = False
     o_bias: bool = False
-    norm_eps: float | None = None  # set: q and k are normalised per head
+    norm_eps: float = 1e-6  # of the q and k norms
     window: int | None = None
     input_size: int | None = None  # None: hidden_size
+    scale: float | None = None  # of the scores; None: dim ** -0.5
+    soft_cap: float | None = None
+    sinks: bool = False  # one logit per query head, the parameter `sinks`
+    rope: bool = True  # False: q and k are not rotated
+    interleaved: bool = False  # RoPE rotates the pairs (2i, 2i + 1)
+    # Norms of q and k before RoPE. head: of each head, with one weight [dim] for all. each_head: of each
+    # head, with its own weight, [heads, dim]. whole: over all heads together, [heads * dim].
+    qk_norm: Literal["head", "each_head", "whole"] | None = None
+    norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
 
 
-class Attention(nn.Module):
+class Attention(ShardedRows):
     """QKV projection, RoPE, KV cache write, attention and output projection.
 
     The output is added to the residual stream and normalised by the next norm. Ranks split the q heads,
@@ -47,7 +59,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        self.window = shape.window
+        self.shape = shape
+        self.group = group
         self.ops = ops
         total, hidden = shape.heads, Shard(shape.hidden_size)
         q = Shard.even(total.num_q * total.dim, group, unit=total.dim)
@@ -69,9 +82,18 @@ class Attention(nn.Module):
             bias=dtype if shape.o_bias else None,
         )
         self.q_norm = self.k_norm = None
-        if shape.norm_eps is not None:
-            self.q_norm = HeadNorm(total.dim, shape.norm_eps, dtype)
-            self.k_norm = HeadNorm(total.dim, shape.norm_eps, dtype)
+        if shape.qk_norm is not None:
+            self.q_norm, self.k_norm = (_head_norm(shape, part, dtype) for part in (q, kv))
+        self.rows = Shard.even(total.num_q, group)
+        self.sinks = None
+        if shape.sinks:
+            sinks = torch.empty(self.rows.count, dtype=torch.float32)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
+        self._options = AttentionOptions(
+            scale=total.dim**-0.5 if shape.scale is None else shape.scale,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+        )
 
     def forward(
         self,
@@ -79,21 +101,72 @@ class Attention(nn.Module):
         residual: Tensor,
         norm: RMSNorm,
         batch: StepBatch,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
         """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
         kv = batch.kv[self.index]
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         qkv = self.qkv_proj.raw(x, batch.adapters)
-        attended = self.ops.attend(qkv, self.heads, cos_sin, norms, kv, batch, self.window).flatten(
-            1
+        if self.shape.qk_norm == "whole":
+            qkv = self._normalise_whole(qkv)
+        options = replace(self._options, sinks=self.sinks)
+        rope = RopeOptions(
+            cos_sin=cos_sin if self.shape.rope else None,
+            interleaved=self.shape.interleaved,
+            norms=self._norms,
         )
+        attended = self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
         if logits_indices is None:
             return self.o_proj.then(attended, residual, norm, batch.adapters)
         attended, residual = (
             self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
         )
         return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+
+    @property
+    def _norms(self) -> QKNorms | None:
+        """The norms that the kernels apply to each head."""
+        if self.q_norm is None or self.k_norm is None or self.shape.qk_norm == "whole":
+            return None
+        return QKNorms(
+            q=self.q_norm.weight,
+            k=self.k_norm.weight,
+            eps=self.shape.norm_eps,
+            kind=self.shape.norm_kind,
+        )
+
+    def _normalise_whole(self, qkv: Outputs) -> Tensor:
+        """Normalise q and k over the heads of all ranks; replicated kv heads count once."""
+        if isinstance(qkv, UnscaledOutputs):
+            qkv = qkv.scaled()
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.shape.norm_eps
+        num_q, num_kv, dim = self.heads.num_q, self.heads.num_kv, self.heads.dim
+        *parts, v = qkv.split([num_q * dim, num_kv * dim, num_kv * dim], dim=-1)
+        if self.group.size == 1:
+            normed = [
+                self.ops.rms_norm(x.contiguous(), weight, eps)
+                for x, weight in zip(parts, weights, strict=True)
+            ]
+            return torch.cat([*normed, v], dim=-1)
+        squares = torch.cat([x.float().square().mean(-1, keepdim=True) for x in parts], dim=-1)
+        # All ranks hold equally many heads of each part, so the mean of their means is the whole mean.
+        means = self.group.all_reduce(squares) / self.group.size
+        normed = [
+            weight * (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
+            for x, weight, mean in zip(parts, weights, means.split(1, dim=-1), strict=True)
+        ]
+        return torch.cat([*normed, v], dim=-1)
+
+
+def _head_norm(shape: AttentionShape, features: Shard, dtype: torch.dtype) -> HeadNorm:
+    """The weight of the norm of q or k, of which this rank has `features`."""
+    dim = shape.heads.dim
+    if shape.qk_norm == "head":
+        return HeadNorm(Shard(dim), dtype)
+    if shape.qk_norm == "whole":
+        assert shape.norm_kind == "rms"
+        return HeadNorm(features, dtype)
+    heads = replace(features, whole=features.whole // dim, unit=1)
+    return HeadNorm(heads, dtype, (dim,))

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from windlass.kernels.ops import Ops
 from windlass.kernels.prepared import RowReader
 from windlass.layers.head import Head, vocab_shard
-from windlass.layers.stored import StoredWeight
+from windlass.layers.stored import ShardedRows, StoredWeight
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
 from windlass.quant.shard import Shard
 
 
-class Embedding(nn.Module):
+class Embedding(ShardedRows):
     """Looks up a row of the table for each token."""
 
     def __init__(

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 from windlass.kernels.ops import Ops
+from windlass.layers.stored import ShardedRows
+from windlass.quant.shard import Shard
 
 
 def _unquantised(num_rows: int) -> InputQuant | None:
@@ -44,10 +46,14 @@ class RMSNorm(nn.Module):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, *options)
 
 
-class HeadNorm(nn.Module):
-    """The weight of a per-head q or k norm. The attention kernel applies it together with RoPE."""
+class HeadNorm(ShardedRows):
+    """The weight of a q or k norm, which the attention layer applies.
 
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
+    `rows` is the shard of the weight's first dimension; `shape` has the other dimensions.
+    """
+
+    def __init__(self, rows: Shard, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim, dtype=dtype), requires_grad=False)
+        self.rows = rows
+        weight = torch.empty((rows.count, *shape), dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)

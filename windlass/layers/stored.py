@@ -16,6 +16,12 @@ from windlass.quant.base import LinearMethod, Part
 from windlass.quant.shard import Shard
 
 
+class ShardedRows(nn.Module):
+    """A module whose own parameters hold a rank's rows; the loader reads no others."""
+
+    rows: Shard
+
+
 class StoredWeight(nn.Module):
     """A rank's shard of a weight. `outputs` has the shard of each part, by its checkpoint module.
 

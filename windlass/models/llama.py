@@ -47,7 +47,8 @@ class Block(nn.Module):
             heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
             qkv_bias=hparams.qkv_bias,
             o_bias=hparams.o_bias,
-            norm_eps=hparams.norm_eps if hparams.qk_norm else None,
+            norm_eps=hparams.norm_eps,
+            qk_norm="head" if hparams.qk_norm else None,
             window=hparams.sliding_windows[index],
         )
         self.input_layernorm = RMSNorm(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import CheckpointError
-from windlass.layers.embedding import Embedding
-from windlass.layers.stored import StoredWeight
+from windlass.layers.stored import ShardedRows, StoredWeight
 from windlass.models.checkpoint import Checkpoint, region_shape
 from windlass.models.network import Network, Weights
 from windlass.quant.base import Axis, ParamSpec, Part, check_shards
@@ -128,10 +127,10 @@ def _targets(path: str, module: nn.Module) -> Iterator[_TensorTarget]:
         own = f"{path}." if path else ""
         for name, meta in module.named_parameters(recurse=False):
             spec, rows, whole = ParamSpec(tuple(meta.shape), meta.dtype), Shard(1), Shard(1)
-            if isinstance(module, Embedding):
+            if isinstance(module, ShardedRows):
                 rows = module.rows
-                spec = replace(spec, shape=(rows.whole, meta.shape[1]), out=Axis(0))
-                check_shards(path, "embedding", [spec], outputs=rows, inputs=whole)
+                spec = replace(spec, shape=(rows.whole, *meta.shape[1:]), out=Axis(0))
+                check_shards(f"{own}{name}", "unquantised", [spec], outputs=rows, inputs=whole)
             yield _TensorTarget(
                 name=f"{own}{name}",
                 spec=spec,

@@ -14,6 +14,7 @@ from tests.kernels.test_attention import hide_behind_window, make_batch
 from tests.kernels.test_kv_codes import coded
 from windlass.core.types import NO_BLOCK
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
@@ -115,11 +116,13 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype, rotated: int) -> Non
     heads = Heads(6, 2, 64)
     _, whole, batch = batch_of(ROWS, 6, 2, 64)
     cos_sin, qkv = normal(512, rotated), normal(len(batch.positions), 10 * 64, seed=3)
-    for norms in (None, (normal(64, seed=4), normal(64, seed=5), 1e-6)):
+    for norms in (None, QKNorms(normal(64, seed=4), normal(64, seed=5), 1e-6)):
         ours, want = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
-        got = ops.rope_write(qkv, heads, cos_sin, norms, ours, batch)
+        got = ops.rope_write(qkv, heads, RopeOptions(cos_sin, norms=norms), ours, batch)
         torch.testing.assert_close(
-            got, reference.rope_write(qkv, heads, cos_sin, norms, want, batch), **CLOSE
+            got,
+            reference.rope_write(qkv, heads, RopeOptions(cos_sin, norms=norms), want, batch),
+            **CLOSE,
         )
         # The last bit of a product may decide how a value is rounded.
         step = {torch.float32: 0.0, torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 0.0)
@@ -137,8 +140,8 @@ def test_attention(ops: NativeOps, dtype: torch.dtype, window: int | None) -> No
     for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 8), (8, 1, 40)):
         queries, whole, batch = batch_of(ROWS, heads, kv_heads, dim)
         kv = pages_of_type(whole, dtype)
-        got = ops.attention(queries, kv, batch, dim**-0.5, window)
-        want = reference.attention(queries, kv, batch, dim**-0.5, window)
+        got = ops.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
+        want = reference.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
         if dtype == torch.float16:
             torch.testing.assert_close(got, want, **FLOAT16)
             assert (got - want).square().mean().sqrt() < 2**-11
@@ -152,10 +155,12 @@ def test_float16_of_any_size_stays_in_range(ops: NativeOps, size: float) -> None
     queries, whole, batch = batch_of(ROWS, 4, 2, 64)
     kv = pages_of_type(whole, torch.float16)
     scale = 0.125 / size
-    want = reference.attention(queries * size, kv, batch, scale)
-    torch.testing.assert_close(ops.attention(queries * size, kv, batch, scale), want, **FLOAT16)
+    want = reference.attention(queries * size, kv, batch, AttentionOptions(scale))
+    torch.testing.assert_close(
+        ops.attention(queries * size, kv, batch, AttentionOptions(scale)), want, **FLOAT16
+    )
     largest = replace(kv, keys=kv.keys.sign() * 65504, values=kv.values.sign() * 65504)
-    got = ops.attention(queries * size, largest, batch, scale)
+    got = ops.attention(queries * size, largest, batch, AttentionOptions(scale))
     assert got.isfinite().all()
     assert got.abs().max() <= 65504 * (1 + 2**-10)
 
@@ -164,7 +169,7 @@ def test_nan_in_a_query_stays_in_its_head(ops: NativeOps) -> None:
     queries, whole, batch = batch_of([(200, 1), (300, 1)], 4, 2, 64)
     kv = pages_of_type(whole, torch.float16)
     queries[0, 1, 5] = torch.nan
-    got = ops.attention(queries, kv, batch, 0.125)
+    got = ops.attention(queries, kv, batch, AttentionOptions(0.125))
     assert got[0, 1].isnan().all()
     assert got[0, 0].isfinite().all()
     assert got[1].isfinite().all()
@@ -192,8 +197,8 @@ def test_attention_of_any_shape(
 ) -> None:
     queries, whole, batch = batch_of(rows, group * kv_heads, kv_heads, dim, size)
     kv = pages_of_type(whole, dtype)
-    got = ops.attention(queries, kv, batch, dim**-0.5, window)
-    want = reference.attention(queries, kv, batch, dim**-0.5, window)
+    got = ops.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
+    want = reference.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
     torch.testing.assert_close(got, want, **(SOFTMAX if dtype == torch.float32 else FLOAT16))
 
 
@@ -206,8 +211,8 @@ def test_attention_reads_nothing_behind_the_window(
     queries, whole, batch = batch_of(rows, 6, 2, 64)
     kv = pages_of_type(whole, dtype)
     freed = hide_behind_window(kv, batch, window)
-    want = ops.attention(queries, kv, batch, 0.125, window)
-    assert torch.equal(ops.attention(queries, *freed, 0.125, window), want)
+    want = ops.attention(queries, kv, batch, AttentionOptions(0.125, window))
+    assert torch.equal(ops.attention(queries, *freed, AttentionOptions(0.125, window)), want)
 
 
 def test_a_layer_uses_the_tables_of_its_group(ops: NativeOps) -> None:
@@ -217,11 +222,11 @@ def test_a_layer_uses_the_tables_of_its_group(ops: NativeOps) -> None:
     of_second = replace(batch, tables=tables), replace(whole, group=1)
     ours = replace(of_second[1], keys=whole.keys.clone(), values=whole.values.clone())
     heads = Heads(6, 2, 64)
-    ops.rope_write(qkv, heads, cos_sin, None, ours, of_second[0])
-    ops.rope_write(qkv, heads, cos_sin, None, whole, batch)
+    ops.rope_write(qkv, heads, RopeOptions(cos_sin), ours, of_second[0])
+    ops.rope_write(qkv, heads, RopeOptions(cos_sin), whole, batch)
     assert torch.equal(ours.keys, whole.keys)
-    want = ops.attention(queries, whole, batch, 0.125)
-    assert torch.equal(ops.attention(queries, ours, of_second[0], 0.125), want)
+    want = ops.attention(queries, whole, batch, AttentionOptions(0.125))
+    assert torch.equal(ops.attention(queries, ours, of_second[0], AttentionOptions(0.125)), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -236,7 +241,7 @@ def test_attention_is_batch_invariant(
     def attend(parts: list[tuple[int, int]]) -> Tensor:
         spans = [type(batch.spans[0])(first, count, 100 + first) for first, count in parts]
         some = StepBatch(batch.positions, batch.token_slots, batch.tables, spans, [])
-        return ops.attention(queries, kv, some, 0.125, window)
+        return ops.attention(queries, kv, some, AttentionOptions(0.125, window))
 
     whole = attend([(0, 200)])
     assert torch.equal(attend([(0, 77), (77, 123)]), whole)

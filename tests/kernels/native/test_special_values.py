@@ -24,6 +24,7 @@ from tests.kernels.native.backends import Backend, backend_pool, runnable
 from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table4
 from tests.kernels.native.test_ops import batch_of, normal, pages_of_type
 from windlass.kernels import reference
+from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.lora import Lora, ReferenceLora
 from windlass.kernels.native import compiled
@@ -185,10 +186,10 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype) -> None:
     bad = with_specials(qkv, specials)
     rtol = {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 1e-5)
     blocks = batch.tables[0, batch.token_slots, batch.positions // 16]
-    for norms in (None, (normal(dim, seed=4), normal(dim, seed=5), 1e-6)):
+    for norms in (None, QKNorms(normal(dim, seed=4), normal(dim, seed=5), 1e-6)):
         ours, theirs = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
-        got = ops.rope_write(bad, heads, cos_sin, norms, ours, batch)
-        want = reference.rope_write(bad, heads, cos_sin, norms, theirs, batch)
+        got = ops.rope_write(bad, heads, RopeOptions(cos_sin, norms=norms), ours, batch)
+        want = reference.rope_write(bad, heads, RopeOptions(cos_sin, norms=norms), theirs, batch)
         labels = [specials[i // 2] for i in range(tokens)]
         assert_rows(is_close(got, want, RTOL, ATOL), labels, "queries")
         for name in ("keys", "values"):
@@ -218,8 +219,8 @@ def assert_attention(
     Other queries may differ: values that a query must not see are multiplied by 0, which turns infinity
     into NaN, and the reference reads more of them. `names` has the value of each request.
     """
-    got = ops.attention(queries, kv, batch, 0.125, window)
-    want = reference.attention(queries, kv, batch, 0.125, window)[seeing]
+    got = ops.attention(queries, kv, batch, AttentionOptions(0.125, window))
+    want = reference.attention(queries, kv, batch, AttentionOptions(0.125, window))[seeing]
     if kv.keys.dtype == torch.float16:
         # In 16-bit arithmetic large scores are coarse, and a small weight is 0: times infinity NaN.
         good = got[seeing].isfinite() == want.isfinite()
@@ -237,7 +238,7 @@ def check_attention(
     """Put one special value into each request but the last: in a query, a key or a value."""
     queries, whole, batch = batch_of(rows, 4, 2, 16)
     kv = pages_of_type(whole, dtype)
-    clean = ops.attention(queries, kv, batch, 0.125)
+    clean = ops.attention(queries, kv, batch, AttentionOptions(0.125))
     firsts = [span.first for span in batch.spans[:-1]]
     values = [Special(name, 0).value for name in names]
     bad = queries.clone()
@@ -298,7 +299,7 @@ def test_large_values_of_keys_without_weight(ops: NativeOps) -> None:
         whole.values[block, 0, offset] = 3e38 if position else 1.0
         whole.keys[block, 0, offset, 0] = -200.0 if position else 0.0
     queries[0, 0] = 1.0
-    got = ops.attention(queries, whole, batch, 1.0)
+    got = ops.attention(queries, whole, batch, AttentionOptions(1.0))
     torch.testing.assert_close(got, torch.ones_like(got))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.native.commands import TYPE_OF, Call, Op, Step
 from windlass.kernels.native.pool import Pool
@@ -80,14 +81,17 @@ class NativeOps:
         self,
         qkv: Tensor,
         heads: Heads,
-        cos_sin: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
+        options: RopeOptions,
         kv: LayerKV,
         batch: StepBatch,
     ) -> Tensor:
+        cos_sin, norms = options.cos_sin, options.norms
+        assert cos_sin is not None
+        assert not options.interleaved
+        assert norms is None or (norms.kind == "rms" and not norms.per_head)
         tokens = qkv.shape[0]
         out = torch.empty(tokens, heads.num_q, heads.dim)
-        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        q_weight, k_weight, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
         call = Call(
             Op.ROPE,
             tokens,
@@ -100,16 +104,10 @@ class NativeOps:
         return out
 
     def attention(
-        self,
-        queries: Tensor,
-        kv: LayerKV,
-        batch: StepBatch,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
+        self, queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions
     ) -> Tensor:
-        """`soft_cap` must be None."""
-        assert soft_cap is None
+        assert options.soft_cap is None
+        assert options.sinks is None
         out = torch.empty_like(queries)
         tokens, num_q, dim = queries.shape
         heads = Heads(num_q, kv.keys.shape[1], dim)
@@ -118,8 +116,8 @@ class NativeOps:
             tokens,
             step_tensors=(queries.contiguous(), out),
             model_tensors=_pages(kv),
-            sizes=(*_heads(heads, kv, batch), window or _NO_WINDOW),
-            scalars=(scale,),
+            sizes=(*_heads(heads, kv, batch), options.window or _NO_WINDOW),
+            scalars=(options.scale,),
         )
         self._run(call, batch)
         return out

@@ -8,12 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 from windlass.kernels.triton.norm import values_and_scales
-from windlass.kernels.triton.rope import rope_write
+from windlass.kernels.triton.rope import check, rope_write
 
 _LOG2_E = 1.4426950408889634
 # Max programs (rows times kv heads) for RoPE and attention in one kernel. Fusing saves a launch, but
@@ -39,9 +40,7 @@ def attention(
     queries: Tensor,
     kv: LayerKV,
     batch: StepBatch,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    options: AttentionOptions,
     fresh: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.attention`.
@@ -50,23 +49,21 @@ def attention(
     """
     assert batch.work is not None
     out = torch.empty_like(queries)
-    in_log2 = (scale * _LOG2_E, (soft_cap or 1.0) * _LOG2_E)
+    assert options.sinks is None
     if batch.work.singles.shape[0]:
-        _decode(out, queries, None, kv, batch, in_log2, window, soft_cap is not None)
+        _decode(out, queries, None, kv, batch, options)
     if batch.work.tiles.shape[0]:
-        _prefill(out, queries, kv, fresh, batch, in_log2, window, soft_cap is not None)
+        _prefill(out, queries, kv, fresh, batch, options)
     return out
 
 
 def attend(
     qkv: Outputs,
     heads: Heads,
-    cos_sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
+    rope: RopeOptions,
     kv: LayerKV,
     batch: StepBatch,
-    scale: float,
-    window: int | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """`rope_write` and `attention`, fused if the step has only a few single-token rows."""
     work = batch.work
@@ -77,16 +74,16 @@ def attend(
     fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
     assert fused or not work.siblings
     if fused:
+        check(rope, heads)
         out = values.new_empty((tokens, heads.num_q, heads.dim))
-        raw = _Raw(rows=rows, columns=columns, cos_sin=cos_sin, norms=norms)
-        _decode(out, values, raw, kv, batch, (scale * _LOG2_E, _LOG2_E), window, False)
+        _decode(out, values, _Raw(rows=rows, columns=columns, rope=rope), kv, batch, options)
         return out
     fresh = None
     if quantised and work.tiles.shape[0] and not batch.batch_invariant:
         # Batch-invariant steps read every key from its page, as later steps do.
         fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
-    queries = rope_write(qkv, heads, cos_sin, norms, kv, batch, fresh)
-    return attention(queries, kv, batch, scale, window, fresh=fresh)
+    queries = rope_write(qkv, heads, rope, kv, batch, fresh)
+    return attention(queries, kv, batch, options, fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +92,12 @@ class _Raw:
 
     rows: Tensor | None  # scales of `UnscaledOutputs`
     columns: Tensor | None
-    cos_sin: Tensor
-    norms: tuple[Tensor, Tensor, float] | None
+    rope: RopeOptions
+
+
+def _in_log2(options: AttentionOptions) -> tuple[float, float]:
+    """Scale and soft cap of scores whose exponentials are powers of two."""
+    return options.scale * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E
 
 
 def _decode_options(dim_pad: int, splits: int, quantised: bool = False) -> dict[str, int]:
@@ -120,16 +121,14 @@ def _decode(
     raw: _Raw | None,
     kv: LayerKV,
     batch: StepBatch,
-    in_log2: tuple[float, float],
-    window: int | None,
-    capped: bool,
+    options: AttentionOptions,
 ) -> None:
     work = batch.work
     assert work is not None
     _, num_kv, size, dim = kv.keys.shape
     num_q, count, splits = out.shape[1], work.singles.shape[0], work.splits
-    cos_sin = raw.cos_sin if raw is not None else out
-    norms = raw.norms if raw is not None else None
+    cos_sin = raw.rope.cos_sin if raw is not None else out
+    norms = raw.rope.norms if raw is not None else None
     split_out = split_max = split_sum = out
     if splits > 1:
         shape = (count, num_q, splits)
@@ -140,7 +139,7 @@ def _decode(
         queries,
         *((raw.rows, raw.columns) if raw is not None else (None, None)),
         cos_sin,
-        *(norms or (out, out, 0.0)),
+        *((norms.q, norms.k, norms.eps) if norms is not None else (out, out, 0.0)),
         kv.keys,
         kv.values,
         kv.key_scales,
@@ -155,8 +154,8 @@ def _decode(
         batch.token_slots,
         batch.table_of(kv),
         batch.tables.stride(1),
-        *in_log2,
-        window or 0,
+        *_in_log2(options),
+        options.window or 0,
         work.width,
         work.spare,
         NUM_Q=num_q,
@@ -171,8 +170,8 @@ def _decode(
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,
         NORM=norms is not None,
-        WINDOWED=window is not None,
-        CAPPED=capped,
+        WINDOWED=options.window is not None,
+        CAPPED=options.soft_cap is not None,
         **_decode_options(dim_pad, splits, kv.key_scales is not None),
         **pdl.options(),
     )
@@ -190,9 +189,7 @@ def _prefill(
     kv: LayerKV,
     fresh: Tensor | None,
     batch: StepBatch,
-    in_log2: tuple[float, float],
-    window: int | None,
-    capped: bool,
+    options: AttentionOptions,
 ) -> None:
     work = batch.work
     assert work is not None
@@ -211,8 +208,8 @@ def _prefill(
         work.tiles,
         batch.table_of(kv),
         batch.tables.stride(1),
-        *in_log2,
-        window or 0,
+        *_in_log2(options),
+        options.window or 0,
         NUM_Q=num_q,
         NUM_KV=num_kv,
         GROUP=group,
@@ -221,8 +218,8 @@ def _prefill(
         DIM_PAD=dim_pad,
         SIZE=size,
         ROWS=_TILE_ROWS,
-        WINDOWED=window is not None,
-        CAPPED=capped,
+        WINDOWED=options.window is not None,
+        CAPPED=options.soft_cap is not None,
         BATCH_INVARIANT=batch.batch_invariant,
         **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
         **pdl.options(),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.kernels.attention_options import RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import pdl
@@ -130,23 +131,32 @@ def rope_write_kernel(
         _write(new_values, None, new_row, at, low, high, kv_mask, DIM, HALF)
 
 
+def check(options: RopeOptions, heads: Heads) -> None:
+    """Assert what `select` has checked: the kernels have no other options."""
+    norms = options.norms
+    assert options.rotated == heads.dim
+    assert not options.interleaved
+    assert norms is None or (norms.kind == "rms" and not norms.per_head)
+
+
 def rope_write(
     qkv: Outputs,
     heads: Heads,
-    cos_sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
+    options: RopeOptions,
     kv: LayerKV,
     batch: StepBatch,
     fresh: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.rope_write`, for heads that are rotated in all dimensions.
+    """Same contract as `reference.rope_write`, for pairs (i, i + dim/2) of all dimensions.
 
     `fresh` [2, tokens, kv heads, dim] receives the keys and values before quantisation.
     """
+    check(options, heads)
+    norms = options.norms
     values, rows, columns = values_and_scales(qkv)
     tokens = values.shape[0]
     q_out = values.new_empty((tokens, heads.num_q, heads.dim))
-    q_weight, k_weight, eps = norms if norms is not None else (values, values, 0.0)
+    q_weight, k_weight, eps = (norms.q, norms.k, norms.eps) if norms else (values, values, 0.0)
     half = heads.dim // 2
     group = heads.num_q // heads.num_kv
     rope_write_kernel[(tokens, heads.num_kv)](
@@ -159,7 +169,7 @@ def rope_write(
         kv.key_scales,
         kv.value_scales,
         *((None, None) if fresh is None else (fresh[0], fresh[1])),
-        cos_sin,
+        options.cos_sin,
         batch.positions,
         batch.token_slots,
         batch.table_of(kv),
