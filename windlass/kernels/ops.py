@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
 from windlass.kernels.native.compiled import Native
 from windlass.kernels.native.ops import NativeOps
-from windlass.kernels.reference import embedding as reference_embedding
-from windlass.kernels.reference import gather as reference_gather
 from windlass.kernels.select import Need, Selection, select
 
 
@@ -28,8 +27,14 @@ class Ops:
     silu_mul: Callable[..., Tensor]
     rope_write: Callable[..., Tensor]
     attention: Callable[..., Tensor]
-    embedding: Callable[..., Tensor] = reference_embedding
-    gather: Callable[..., Tensor] = reference_gather
+    embedding: Callable[..., Tensor] = reference.embedding
+    gather: Callable[..., Tensor] = reference.gather
+    layer_norm: Callable[..., Tensor] = reference.layer_norm
+    add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_layer_norm
+    gelu_mul: Callable[..., Tensor] = reference.gelu_mul
+    activate: Callable[..., Tensor] = reference.activate
+    sigmoid_gate: Callable[..., Tensor] = reference.sigmoid_gate
+    soft_cap: Callable[..., Tensor] = reference.soft_cap
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
     chosen: tuple[Selection, ...] = ()
     native: NativeOps | None = None  # set if any kernel is native; they run on its pool

@@ -5,8 +5,11 @@ Supports every shape, dtype and device; clarity comes before speed.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
@@ -14,7 +17,7 @@ from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Look up a row of the table for each token."""
-    return torch.nn.functional.embedding(ids, table)
+    return functional.embedding(ids, table)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:
@@ -35,10 +38,56 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Subtract the mean and scale to unit variance, in float32."""
+    wide = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), _float(bias), eps)
+    return wide.to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual stream and normalise the sum: (normalised, new residual)."""
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up, where gate and up are the halves of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+ActivationKind = Literal["gelu", "gelu_tanh", "relu2", "silu"]
+
+
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    """The activation of an MLP without a gate. relu2: the square of max(x, 0)."""
+    if kind == "silu":
+        return functional.silu(x)
+    if kind == "relu2":
+        return functional.relu(x).square()
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), for x [rows, width] and one gate per row [rows, 1]."""
+    return x * torch.sigmoid(gate)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Limit x to (-cap, cap): cap * tanh(x / cap), in float32."""
+    return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
