@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from windlass.lora.peft import linear_shapes
-from windlass.models.hparams import HParams
+from windlass.models.families.registry import read_hparams
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": 96,
 }
-SPEC = HParams.from_hf(CONFIG)
+SPEC = read_hparams(CONFIG)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

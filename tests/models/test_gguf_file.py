@@ -13,9 +13,9 @@ from gguf.quants import dequantize, quantize
 from tests.models import tiny
 from tests.models.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Type, write_gguf
 from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.gguf_header import TENSOR_TYPES, read_header
-from windlass.models.hparams import HParams
 
 ATTENTION = "model.layers.1.self_attn."
 
@@ -90,7 +90,7 @@ def test_biases_of_llama_files_are_reordered_too(tmp_path):
         tensors[f"blk.{layer}.attn_q.bias"] = permuted(bias, HEADS)
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", "llama", Type.F32, tensors))
     assert checkpoint.read(f"{ATTENTION}q_proj.bias", bias.shape).tolist() == bias.tolist()
-    assert HParams.from_hf(checkpoint.hf_config()).qkv_bias
+    assert read_hparams(checkpoint.hf_config()).qkv_bias
 
 
 def test_names_are_those_of_transformers(tmp_path):
@@ -113,14 +113,14 @@ def test_metadata_becomes_a_config(tmp_path, architecture, name):
     path = write_gguf(
         tmp_path / "m.gguf", architecture, metadata={"tokenizer.ggml.eos_token_id": 5}
     )
-    spec = HParams.from_hf(GGUFCheckpoint(path).hf_config(), str(path))
+    spec = read_hparams(GGUFCheckpoint(path).hf_config(), str(path))
     assert spec.architecture == name
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
     assert (spec.hidden_size, spec.vocab_size, spec.num_layers) == (HIDDEN, tiny.VOCAB, tiny.LAYERS)
     assert spec.rope.theta == 5000.0
     assert spec.tie_embeddings
     assert spec.eos_ids == (5,)
-    assert spec.qk_norm == (architecture == "qwen3")
+    assert spec.qk_norm == ("head" if architecture == "qwen3" else None)
     assert spec.qkv_bias == (architecture == "qwen2")
 
 
@@ -133,7 +133,7 @@ def test_rope_scaling_and_windows_are_read(tmp_path):
         "llama.attention.sliding_window": 64,
     }
     path = write_gguf(tmp_path / "m.gguf", metadata=metadata)
-    spec = HParams.from_hf(GGUFCheckpoint(path).hf_config())
+    spec = read_hparams(GGUFCheckpoint(path).hf_config())
     assert (spec.rope.kind, spec.rope.factor, spec.rope.dim) == ("yarn", 4.0, 32)
     assert spec.max_positions == 512
     assert spec.architecture == "MistralForCausalLM"
@@ -144,7 +144,7 @@ def test_llama3_rope_factors_are_read(tmp_path):
     factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
     tensors = tiny.gguf_tensors("llama") | {"rope_freqs.weight": factors}
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors))
-    assert HParams.from_hf(checkpoint.hf_config()).rope.rope_factors == tuple(factors.tolist())
+    assert read_hparams(checkpoint.hf_config()).rope.rope_factors == tuple(factors.tolist())
     assert not any("rope" in name for name in checkpoint.names())
 
 
@@ -164,7 +164,7 @@ def test_llama3_rope_factors_are_read(tmp_path):
 def test_unknown_metadata_is_rejected_by_name(tmp_path, metadata, error, message):
     path = write_gguf(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(error, match=r"m\.gguf") as caught:
-        HParams.from_hf(GGUFCheckpoint(path).hf_config(), str(path))
+        read_hparams(GGUFCheckpoint(path).hf_config(), str(path))
     assert message in str(caught.value)
 
 
@@ -204,7 +204,7 @@ def test_a_corrupt_header_never_crashes(tmp_path):
         broken[at : at + 8] = random.bytes(8)
         path.write_bytes(broken)
         try:
-            HParams.from_hf(GGUFCheckpoint(path).hf_config(), str(path))
+            read_hparams(GGUFCheckpoint(path).hf_config(), str(path))
         except (CheckpointError, UnsupportedError) as error:
             assert "m.gguf" in str(error)  # noqa: PT017 - some damage is harmless
 

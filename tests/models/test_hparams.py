@@ -7,14 +7,14 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.tiny import CONFIG, config
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.models.hparams import HParams
+from windlass.models.families.registry import read_hparams
 
 
 def test_llama_is_read_with_its_defaults():
-    spec = HParams.from_hf(config(torch_dtype="bfloat16", eos_token_id=[2, 7], bos_token_id=1))
+    spec = read_hparams(config(torch_dtype="bfloat16", eos_token_id=[2, 7], bos_token_id=1))
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 64)
     assert spec.sliding_windows == (None, None)
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False, False, False, None)
     assert spec.rope.theta == 10000.0
     assert spec.rope.dim == 64
     assert (spec.dtype, spec.bos_id, spec.eos_ids) == ("bfloat16", 1, (2, 7))
@@ -32,10 +32,10 @@ def test_llama_is_read_with_its_defaults():
 def test_transformers_configs_are_read(made, changes):
     values = {key: value for key, value in CONFIG.items() if key != "architectures"}
     original = made(**values, **changes)
-    spec = HParams.from_hf(original.to_dict())
+    spec = read_hparams(original.to_dict())
     assert spec.head_dim == changes.get("head_dim", 64)
     assert spec.rope.theta == original.rope_parameters["rope_theta"]
-    assert spec.qk_norm == (made is Qwen3Config)
+    assert spec.qk_norm == ("head" if made is Qwen3Config else None)
     assert spec.qkv_bias == (made is not MistralConfig)
     assert spec.o_bias == (made in (LlamaConfig, Qwen3Config))
     windows = {MistralConfig: (48, 48), Qwen2Config: (None, 32)}
@@ -59,7 +59,7 @@ LLAMA3 = {
     ],
 )
 def test_all_spellings_of_rope_scaling_are_equal(changes):
-    spec = HParams.from_hf(config(**changes))
+    spec = read_hparams(config(**changes))
     assert spec.rope.kind == "llama3"
     assert (spec.rope.theta, spec.rope.factor) == (5e5, 8.0)
     assert (spec.rope.low_freq_factor, spec.rope.high_freq_factor) == (1.0, 4.0)
@@ -78,11 +78,11 @@ def test_all_spellings_of_rope_scaling_are_equal(changes):
     ],
 )
 def test_rope_scaling_extends_the_context(rope, longest):
-    assert HParams.from_hf(config(rope_scaling=rope)).max_positions == longest
+    assert read_hparams(config(rope_scaling=rope)).max_positions == longest
 
 
 def test_layer_types_select_sliding_windows():
-    spec = HParams.from_hf(
+    spec = read_hparams(
         config(
             architectures=["Qwen3ForCausalLM"],
             use_sliding_window=True,
@@ -95,7 +95,7 @@ def test_layer_types_select_sliding_windows():
 
 def test_architecture_may_come_from_the_model_type():
     values = {key: value for key, value in CONFIG.items() if key != "architectures"}
-    assert HParams.from_hf(values | {"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+    assert read_hparams(values | {"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_architecture_may_come_from_the_model_type():
             "Supported: LlamaForCausalLM, Mis",
         ),
         ({"architectures": None}, CheckpointError, "neither architectures nor model_type"),
-        ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
+        ({"hidden_act": "softplus"}, UnsupportedError, "hidden_act 'softplus'"),
         ({"hidden_size": None}, CheckpointError, "field 'hidden_size' is missing"),
         ({"vocab_size": "many"}, CheckpointError, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, CheckpointError, "not a multiple of num_key_value_heads"),
@@ -127,5 +127,5 @@ def test_architecture_may_come_from_the_model_type():
 )
 def test_invalid_configs_are_rejected(changes, error, message):
     with pytest.raises(error, match=r"some/config\.json") as caught:
-        HParams.from_hf(config(**changes), "some/config.json")
+        read_hparams(config(**changes), "some/config.json")
     assert message in str(caught.value)

@@ -20,8 +20,8 @@ from windlass.errors import ConfigError
 from windlass.layers.embedding import TiedEmbedding
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
-from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.rounding import SCHEMES
@@ -198,7 +198,7 @@ def test_inspect_reports_weight_formats(plain: Path) -> None:
 @pytest.mark.parametrize("options", [{"plain_kernels": True}, {"dtype": "float32"}, {}], ids=str)
 def test_outline_has_the_loaded_sizes(mixed: Path, options: dict[str, Any]) -> None:
     checkpoint = GGUFCheckpoint(mixed)
-    spec = HParams.from_hf(checkpoint.hf_config())
+    spec = read_hparams(checkpoint.hf_config())
     config = EngineConfig.of(model=str(mixed), **options)
     network = make_network(spec, make_blueprint(config, spec, checkpoint).parts)
     outline(network)

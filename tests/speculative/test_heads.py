@@ -298,7 +298,7 @@ def test_a_served_eagle_head_matches_the_trained_module(
     aux_hidden_states, following = (
         torch.cat(parts)[None] for parts in list(zip(*calls, strict=True))[:2]
     )
-    table = llm.engine._runner._runner._parts.network.model.rotary.cos_sin
+    table = llm.engine._runner._runner._parts.network.model.rotary[0].cos_sin
     embed = llm.engine._runner._runner._parts.network.embed
     kv, hidden, tokens, expected = (
         UnrolledKV(),

@@ -141,7 +141,7 @@ def reference_drafts(recorded: Recorded, folder: Path, norms: dict[str, bool]) -
     module = Reference(shape, ids, norms)
     module.load_state_dict({**weights, "t2d": module.t2d})
     network = recorded.llm.engine._runner._runner._parts.network
-    table = network.model.rotary.cos_sin
+    table = network.model.rotary[0].cos_sin
     kv, tokens, drafted = UnrolledKV(), recorded.following, []
     with torch.no_grad():
         hidden = module.from_target(recorded.aux_hidden_states)

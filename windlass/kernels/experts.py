@@ -9,52 +9,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from windlass.core.moe import ExpertActivation, Routing
+from windlass.kernels.linears import describe
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Packed
 from windlass.kernels.storages import Held, held
 
+__all__ = [
+    "ExpertActivation",
+    "ExpertKernel",
+    "ExpertKernels",
+    "ExpertMLP",
+    "ExpertWeights",
+    "PreparedExperts",
+    "Routing",
+]
+
 _CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ()}
 _REFERENCE = "windlass.kernels.reference_experts:ReferenceExperts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How a router chooses the experts of a token, and their weights.
-
-    Scores are the softmax or the sigmoid of the logits. Experts are chosen by score plus the
-    correction bias, if there is one; weights are the scores of the chosen, without the bias.
-    """
-
-    num_experts: int
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = False  # divide the weights of a token by their sum
-    scale: float = 1.0  # of the weights, after normalising
-    num_groups: int = 1  # experts are chosen from the best `top_groups` groups
-    top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"  # top2: the sum of a group's best two
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertActivation:
-    """The function between the GEMMs, of an expert's gate and up outputs.
-
-    silu and gelu_tanh: f(gate) * up. clamped: gate * sigmoid(alpha * gate) * (up + 1), with gate
-    limited to `limit` from above and up to [-limit, limit] (gpt-oss).
-    """
-
-    kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
-    interleaved: bool = False  # rows of gate_up alternate: gate 0, up 0, gate 1, ...
-    alpha: float = 1.702
-    limit: float = 7.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +72,11 @@ class ExpertMLP(ABC):
     def storages(self) -> Iterator[Held]:
         return held("weights", *self.tensors())
 
+    def using(self, workers: Workers) -> ExpertMLP:
+        """The same weights for another engine, computed by its workers."""
+        del workers
+        return self
+
     @abstractmethod
     def apply(self, x: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum of the chosen experts' outputs [T, H], for x [T, H] and router logits [T, E]."""
@@ -124,6 +109,7 @@ class PreparedExperts:
     """Experts prepared for their kernel, with the reason for the choice."""
 
     mlp: ExpertMLP
+    form: str  # "int4, groups of 128"
     kernel: str
     reason: str
     batch_invariant: bool = True
@@ -159,6 +145,7 @@ class ExpertKernels:
                 prepared_by = _kernel(_REFERENCE, self._workers) if codes.is_meta else kernel
                 return PreparedExperts(
                     mlp=prepared_by.prepare(weights, self._dtype),
+                    form=_describe(weights),
                     kernel=kernel.name,
                     reason=reason or "first choice",
                     batch_invariant=kernel.batch_invariant,
@@ -166,11 +153,24 @@ class ExpertKernels:
             refusals[kernel.name] = why
         raise AssertionError("the reference implementation of experts refused")
 
+    def share(self, prepared: PreparedExperts) -> PreparedExperts:
+        """The experts of another engine with the same weights, computed by this engine's workers."""
+        return replace(prepared, mlp=prepared.mlp.using(self._workers))
+
     @property
     def _candidates(self) -> tuple[str, ...]:
         if self._plain or (self._device.type == "cuda" and find_spec("triton") is None):
             return ()
         return _CANDIDATES.get(self._device.type, ())
+
+
+def _describe(weights: ExpertWeights) -> str:
+    """The forms of gate_up and down, once if they are the same."""
+    forms = [
+        str(form.dtype).removeprefix("torch.") if isinstance(form, Tensor) else describe(form)
+        for form in (weights.gate_up, weights.down)
+    ]
+    return " and ".join(dict.fromkeys(forms))
 
 
 def _kernel(where: str, workers: Workers) -> ExpertKernel:

@@ -24,6 +24,11 @@ class Norm(Protocol):
     """The norm after a GEMM."""
 
     @property
+    def fusable(self) -> bool:
+        """Whether it is an RMS norm of the sum, which kernels may compute from `weight` and `eps`."""
+        ...
+
+    @property
     def weight(self) -> Tensor: ...
 
     @property

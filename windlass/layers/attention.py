@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LogitsIndices, StepBatch
+from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs, Outputs, UnscaledOutputs
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
-from windlass.layers.norm import HeadNorm, RMSNorm
+from windlass.layers.norm import HeadNorm
 from windlass.layers.stored import ShardedRows
 from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
@@ -99,12 +100,36 @@ class Attention(ShardedRows):
         self,
         x: Inputs,
         residual: Tensor,
-        norm: RMSNorm,
+        norm: Norm,
         batch: StepBatch,
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
         """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
+        attended = self._attended(x, batch, cos_sin)
+        if logits_indices is None:
+            return self.o_proj.then(attended, residual, norm, batch.adapters)
+        attended, residual = (
+            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
+        )
+        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+
+    def output(
+        self,
+        x: Inputs,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None = None,
+    ) -> Tensor:
+        """The result for the `logits_indices` tokens, or all, without residual addition and norm."""
+        attended = self._attended(x, batch, cos_sin)
+        if logits_indices is None:
+            return self.o_proj(attended, batch.adapters)
+        attended = self.ops.gather(attended, logits_indices.tokens)
+        return self.o_proj(attended, logits_indices.adapters)
+
+    def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """The heads' outputs of all tokens; writes their keys and values."""
         kv = batch.kv[self.index]
         qkv = self.qkv_proj.raw(x, batch.adapters)
         if self.shape.qk_norm == "whole":
@@ -115,13 +140,7 @@ class Attention(ShardedRows):
             interleaved=self.shape.interleaved,
             norms=self._norms,
         )
-        attended = self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
-        if logits_indices is None:
-            return self.o_proj.then(attended, residual, norm, batch.adapters)
-        attended, residual = (
-            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
-        )
-        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+        return self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
 
     @property
     def _norms(self) -> QKNorms | None:

@@ -84,7 +84,7 @@ class Linear(StoredWeight):
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
         """Add y to the residual stream and normalise: (normalised, new residual)."""
-        separate = self.bias is not None or self.is_partial
+        separate = self.bias is not None or self.is_partial or not norm.fusable
         if adapters is not None and self.lora is not None and not separate:
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)

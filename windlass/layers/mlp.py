@@ -1,4 +1,4 @@
-"""The gated MLP of a decoder layer."""
+"""The MLPs of decoder layers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from windlass.kernels.batch import AdapterRows
+from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
-from windlass.layers.norm import RMSNorm
 from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), added to the residual stream and normalised by the next norm."""
+    """down(f(gate(x)) * up(x)), added to the residual stream and normalised by the next norm."""
 
     def __init__(
         self,
@@ -27,9 +27,11 @@ class GatedMLP(nn.Module):
         ops: Ops,
         group: Group,
         bias: torch.dtype | None = None,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
         self.ops = ops
+        self.activation = activation
         hidden, inner = Shard(hidden_size), Shard.even(intermediate_size, group)
         outputs = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = Linear(
@@ -44,10 +46,66 @@ class GatedMLP(nn.Module):
         )
 
     def forward(
-        self, x: Inputs, residual: Tensor, norm: RMSNorm, adapters: AdapterRows | None = None
+        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
+        return self.down_proj.then(self._activated(x, adapters), residual, norm, adapters)
+
+    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        """The result, without residual addition and norm."""
+        return self.down_proj(self._activated(x, adapters), adapters)
+
+    def _activated(self, x: Inputs, adapters: AdapterRows | None) -> Inputs:
+        if self.activation == "gelu_tanh":
+            return self.ops.gelu_mul(self.gate_up_proj(x, adapters))
+        if self.activation != "silu":
+            gate, up = self.gate_up_proj(x, adapters).chunk(2, dim=-1)
+            return self.ops.activate(gate.contiguous(), self.activation) * up
         silu_mul, input_quant = self.ops.silu_mul, self.down_proj.input_quant(x.shape[0])
         if input_quant is not None and adapters is None:
             silu_mul = partial(silu_mul, input_quant=input_quant)
-        activated = self.gate_up_proj.gated(x, silu_mul, adapters)
+        return self.gate_up_proj.gated(x, silu_mul, adapters)
+
+
+class PlainMLP(nn.Module):
+    """down(f(up(x))), added to the residual stream and normalised by the next norm."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        method_for: MethodFor,
+        ops: Ops,
+        group: Group,
+        activation: str,
+        bias: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.activation = activation
+        hidden, inner = Shard(hidden_size), Shard.even(intermediate_size, group)
+        self.up_proj = Linear(
+            outputs={"up_proj": inner},
+            inputs=hidden,
+            method=method_for(["up_proj"]),
+            group=group,
+            bias=bias,
+        )
+        self.down_proj = Linear(
+            outputs={"down_proj": hidden},
+            inputs=inner,
+            method=method_for(["down_proj"]),
+            group=group,
+            bias=bias,
+        )
+
+    def forward(
+        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+    ) -> tuple[Inputs, Tensor]:
+        activated = self.ops.activate(self.up_proj(x, adapters), self.activation)
         return self.down_proj.then(activated, residual, norm, adapters)
+
+    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        """The result, without residual addition and norm."""
+        return self.down_proj(
+            self.ops.activate(self.up_proj(x, adapters), self.activation), adapters
+        )

@@ -40,6 +40,10 @@ class StoredWeight(nn.Module):
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
 
+    def finish(self) -> None:
+        """Repack `stored`. Called once, after the loader filled it."""
+        self.method.finish(self)
+
     def storages(self) -> Iterator[Held]:
         """The quantised weight."""
         for gemm in self.gemms:

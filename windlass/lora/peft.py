@@ -42,20 +42,20 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """(out, in) of every module that an adapter can change."""
     heads, kv_heads = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
     hidden, intermediate = hparams.hidden_size, hparams.intermediate_size
-    in_layer = {
+    attention = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
         "self_attn.v_proj": (kv_heads, hidden),
         "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
     }
-    shapes = {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(hparams.num_layers)
-        for name, shape in in_layer.items()
-    }
+    mlp = {"mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
+    if hparams.gated_mlp:
+        mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(hparams.num_layers):
+        is_moe = hparams.moe is not None and hparams.moe.layers[layer]
+        modules = attention if is_moe else attention | mlp
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
 
 

@@ -17,11 +17,13 @@ from windlass.errors import CheckpointError, RequestError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
+from windlass.models.families.registry import family_of, read_hparams
 from windlass.models.fields import Fields
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import merged, read_json, read_json_if_there
 from windlass.models.source import ModelFiles
+from windlass.models.tensor_rules import mapped
 from windlass.models.tokenizer import HFTokenizer, TextSide
 
 _SAMPLING = {
@@ -79,9 +81,12 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     if config.load_format == "dummy":
         dtype = load_hparams(files, config).dtype if config.dtype == "auto" else config.dtype
         return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
-    if files.kind == "gguf":
-        return GGUFCheckpoint(files.path)
-    return SafetensorsCheckpoint(files.weights, files.index)
+    gguf = _gguf(files)
+    hparams = _hparams(files, config, gguf)
+    family = family_of(hparams.architecture)
+    if gguf is not None:
+        return mapped(gguf, family.gguf.rules(hparams))
+    return mapped(SafetensorsCheckpoint(files.weights, files.index), family.rules(hparams))
 
 
 def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
@@ -91,7 +96,7 @@ def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
 def _hparams(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> HParams:
     source = files.path if gguf else files.path / "config.json"
     values = gguf.hf_config() if gguf else read_json(source)
-    return HParams.from_hf(merged(values, config.hf_overrides), str(source))
+    return read_hparams(merged(values, config.hf_overrides), str(source))
 
 
 def _text_side(

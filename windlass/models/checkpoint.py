@@ -52,7 +52,8 @@ class Checkpoint(Protocol):
         """Read a tensor, or only a region of it, to the CPU.
 
         `shape` is the expected shape of the whole tensor; another shape raises CheckpointError, but
-        dimensions of 1 do not count, and a flat tensor is read in the expected shape. With `raw`, a
+        dimensions of 1 do not count, a flat tensor is read in the expected shape, and the leading
+        dimensions of a stacked tensor are merged. With `raw`, a
         quantised tensor is returned as its bytes [rows, bytes] instead of dequantised. The result may
         be a view of the memory-mapped file, of which only the region is read: copy it to keep it.
         """
@@ -73,7 +74,8 @@ def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], f
     """Raise CheckpointError unless the stored tensor can be read in the shape of the network."""
     found, needed = _squeezed(stored), _squeezed(expected)
     is_flat = len(found) == 1 and found[0] == math.prod(needed)
-    if found != needed and not is_flat:
+    is_stack = len(found) > len(needed) > 0 and found[-1] == needed[-1]
+    if found != needed and not is_flat and not (is_stack and math.prod(found) == math.prod(needed)):
         raise CheckpointError(
             f"{file}: tensor {name} has shape {list(stored)}, the network needs {list(expected)}. "
             "The weights and the config do not match."
@@ -84,9 +86,10 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def missing(name: str, names: Collection[str], where: Path) -> CheckpointError:
+def missing(name: str, names: Collection[str], where: Path | None = None) -> CheckpointError:
+    file = "the checkpoint" if where is None else str(where)
     return CheckpointError(
-        f"{where}: no tensor {name} among {len(names)} tensors. "
+        f"{file}: no tensor {name} among {len(names)} tensors. "
         "The checkpoint is incomplete, or its architecture differs from the config."
     )
 

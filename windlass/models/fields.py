@@ -33,6 +33,10 @@ class Fields:
         """The present fields among `names`, unchecked."""
         return {name: self._values[name] for name in names if name in self}
 
+    def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The present fields among the keys of `names`, unchecked, under the names of another format."""
+        return {names[name]: value for name, value in self.present(*names).items()}
+
     def positive_int(self, name: str, default: int = _REQUIRED) -> int:
         """A positive integer."""
         value = self._get(name, default)

@@ -1,21 +1,13 @@
-"""Converts GGUF metadata to the form of a config.json, so that HParams reads both.
-
-Architectures: llama (also used by Mistral files), qwen2, qwen3.
-"""
+"""Converts GGUF metadata to the form of a config.json, so that a family reads both."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.families.registry import family_of, gguf_architecture
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 def architecture_of(header: GGUFHeader) -> str:
@@ -25,39 +17,34 @@ def architecture_of(header: GGUFHeader) -> str:
         raise CheckpointError(
             f"{header.path}: has no general.architecture, so it is not a language model."
         )
-    if name not in _ARCHITECTURES:
-        raise UnsupportedError(
-            f"{header.path}: GGUF architecture {name!r} is not supported. "
-            f"Supported: {', '.join(_ARCHITECTURES)}."
-        )
+    gguf_architecture(str(name), str(header.path))
     return str(name)
 
 
 def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str, Any]:
     """A config.json's dictionary. `rope_factors`: the values of rope_freqs.weight, if present."""
     architecture = architecture_of(header)
+    name = gguf_architecture(architecture, str(header.path))
     keys = _keys(header, architecture)
     heads, kv_heads = head_counts(header)
     hidden = keys.positive_int("embedding_length")
     head_dim = keys.positive_int("attention.key_length", max(1, hidden // heads))
     value_dim = keys.positive_int("attention.value_length", head_dim)
-    if keys.count("expert_count", 0):
-        raise UnsupportedError(f"{header.path}: mixture-of-experts models are not supported.")
     if value_dim != head_dim:
         raise UnsupportedError(
             f"{header.path}: the head size of keys is {head_dim} and of values {value_dim}; "
             "different sizes are not supported."
         )
     return {
-        "architectures": [_ARCHITECTURES[architecture]],
+        "architectures": [name],
         "hidden_size": hidden,
         "num_hidden_layers": keys.positive_int("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": keys.positive_int("feed_forward_length"),
+        **keys.renamed({"feed_forward_length": "intermediate_size"}),
         "vocab_size": _vocab_size(header),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **keys.renamed({"attention.layer_norm_rms_epsilon": "rms_norm_eps"}),
         "hidden_act": "silu",
         "max_position_embeddings": keys.positive_int("context_length"),
         "rope_parameters": _rope(keys, head_dim) | {"rope_factors": rope_factors},
@@ -66,7 +53,7 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
-        **_window(keys, architecture),
+        **family_of(name).gguf.config(keys, header),
     }
 
 
@@ -132,18 +119,3 @@ def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
     found = keys.present(*(f"rope.scaling.{name}" for name in scaling))
     named = {scaling[key.removeprefix("rope.scaling.")]: value for key, value in found.items()}
     return rope | {"rope_type": kind} | named
-
-
-def _window(keys: Fields, architecture: str) -> dict[str, Any]:
-    """Sliding window fields. A llama file with a window is a Mistral model.
-
-    Files of other architectures do not store which layers have the window.
-    """
-    window = keys.count("attention.sliding_window", 0)
-    if not window:
-        return {}
-    if architecture != "llama":
-        raise UnsupportedError(
-            f"{keys.source}: {architecture} with a sliding window of {window} is not supported."
-        )
-    return {"architectures": ["MistralForCausalLM"], "sliding_window": window}

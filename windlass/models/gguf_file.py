@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from windlass.errors import UnsupportedError
 from windlass.models import gguf_config
 from windlass.models.checkpoint import StoredTensor, check_shape, missing, region_shape
+from windlass.models.families.base import GGUFFamily
+from windlass.models.families.registry import family_of, gguf_architecture
 from windlass.models.gguf_header import GGUFHeader, GGUFTensor, read_header
 from windlass.quant.shard import Region
 
@@ -50,11 +52,12 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._header = read_header(path)
-        self._architecture = gguf_config.architecture_of(self._header)
+        name = gguf_config.architecture_of(self._header)
+        self._family = family_of(gguf_architecture(name, str(path)))
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in self._header.tensors.items():
             if name != _ROPE_FACTORS:
-                self._tensors[hf_name(name, path)] = tensor
+                self._tensors[hf_name(name, path, self._family.gguf)] = tensor
 
     @property
     def header(self) -> GGUFHeader:
@@ -78,12 +81,12 @@ class GGUFCheckpoint:
         tensor = self._tensor(name)
         rows, columns = (*region, slice(None), slice(None))[:2]
         if raw:
-            stored = (tensor.shape[0], tensor.num_bytes // tensor.shape[0])
+            stored = (_num_rows(tensor), tensor.num_bytes // _num_rows(tensor))
             check_shape(name, stored, shape, self._header.path)
             return torch.from_numpy(self._blocks(name, rows, columns))
         check_shape(name, tensor.shape, shape, self._header.path)
         kind = tensor.type
-        width = math.prod(tensor.shape[1:])
+        width = math.prod(tensor.shape) // _num_rows(tensor)
         start, stop, _ = columns.indices(width)
         first = start // kind.block_size  # blocks are read whole, and their values cut
         last = -(-stop // kind.block_size)
@@ -108,8 +111,8 @@ class GGUFCheckpoint:
 
         tensor = self._tensor(name)
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
-        raw = raw.reshape(tensor.shape[0], -1)[:, columns]
-        order = self._row_order(name, tensor.shape[0])
+        raw = raw.reshape(_num_rows(tensor), -1)[:, columns]
+        order = self._row_order(name, _num_rows(tensor))
         return raw[rows] if order is None else np.take(raw, order[rows], axis=0)
 
     def hf_config(self) -> dict[str, Any]:
@@ -140,7 +143,7 @@ class GGUFCheckpoint:
 
     def _row_order(self, name: str, num_rows: int) -> NDArray[Any] | None:
         """The file row of each network row; None if the order is the same."""
-        if self._architecture != "llama" or ".self_attn." not in name:
+        if not self._family.gguf.permuted or ".self_attn." not in name:
             return None
         projection = name.split(".")[-2]
         if projection not in ("q_proj", "k_proj"):
@@ -153,11 +156,17 @@ class GGUFCheckpoint:
         return file_rows.swapaxes(1, 2).reshape(-1)
 
 
-def hf_name(name: str, path: Path) -> str:
-    """A tensor's name in transformers. Raises for a tensor that no supported network has."""
+def _num_rows(tensor: GGUFTensor) -> int:
+    """Rows of a matrix; those of all experts of a stack; a vector has one per value."""
+    return math.prod(tensor.shape[:-1]) if len(tensor.shape) > 2 else tensor.shape[0]
+
+
+def hf_name(name: str, path: Path, family: GGUFFamily) -> str:
+    """A tensor's name in the network. Raises for a tensor that the network does not have."""
     block, outer = _BLOCK_NAME.fullmatch(name), _OUTER_NAME.fullmatch(name)
-    if block and block[2] in _INNER:
-        return f"model.layers.{block[1]}.{_INNER[block[2]]}.{block[3]}"
-    if outer and outer[1] in _OUTER:
-        return f"{_OUTER[outer[1]]}.{outer[2]}"
+    inner_names, outer_names = {**_INNER, **family.names}, {**_OUTER, **family.outer_names}
+    if block and block[2] in inner_names:
+        return f"model.layers.{block[1]}.{inner_names[block[2]]}.{block[3]}"
+    if outer and outer[1] in outer_names:
+        return f"{outer_names[outer[1]]}.{outer[2]}"
     raise UnsupportedError(f"{path}: tensor {name} does not belong to a supported network.")

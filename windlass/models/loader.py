@@ -118,7 +118,7 @@ def _finish(layer: StoredWeight) -> None:
     biases = [part.tensors.pop("bias") for part in layer.stored.values() if layer.bias is not None]
     if biases:
         layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    layer.method.finish(layer)
+    layer.finish()
 
 
 def _targets(path: str, module: nn.Module) -> Iterator[_TensorTarget]:

@@ -1,6 +1,6 @@
-"""The interface of networks, their building blocks, and the registry of architectures.
+"""The interface of networks and their building blocks.
 
-A new model is one file and one line in `_NETWORKS`.
+The decoder (decoder.py) is the network of every family; another one would be chosen here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.kv_layout import KVLayout
-from windlass.errors import UnsupportedError
-from windlass.kernels.batch import AdapterRows, StepBatch
+from windlass.kernels.batch import AdapterRows, Heads, StepBatch
+from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops
+from windlass.kernels.select import Need
 from windlass.kernels.storages import Held, held
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
@@ -28,12 +29,7 @@ from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
 from windlass.quant.packed_method import PackedMethod
 
-_NETWORKS = {
-    "LlamaForCausalLM": "windlass.models.llama:Llama",
-    "MistralForCausalLM": "windlass.models.llama:Llama",
-    "Qwen2ForCausalLM": "windlass.models.llama:Llama",
-    "Qwen3ForCausalLM": "windlass.models.llama:Llama",
-}
+_DECODER = "windlass.models.decoder:Decoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,7 @@ class Parts:
     table_dtype: torch.dtype | None = None  # of the embedding; None: `dtype`
     table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
     workers: Workers = field(default_factory=Workers)  # of native kernels
+    experts: ExpertKernels | None = None  # None: the reference
 
 
 class Weights(nn.Module):
@@ -114,23 +111,43 @@ class Network(Weights):
         """Logits over the vocabulary, in the network's dtype. `adapters` are those of these rows."""
 
 
+def kernel_need(
+    hparams: HParams,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    plain: bool = False,
+    workers: Workers | None = None,
+) -> Need:
+    """What the network requires of its kernels."""
+    rotates = all(hparams.rope_of(layer) is not None for layer in range(hparams.num_layers))
+    norms_differ = hparams.qk_norm == "each_head" or hparams.qk_norm_kind != "rms"
+    return Need(
+        device=device,
+        dtype=dtype,
+        heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+        rotated=hparams.rope.dim,
+        soft_cap=hparams.attention_soft_cap,
+        sinks=hparams.attention_sinks,
+        special_rope=hparams.rope_interleaved or not rotates or norms_differ,
+        kv_dtype=kv_dtype,
+        plain=plain,
+        workers=workers or Workers(),
+    )
+
+
 def make_network(hparams: HParams, parts: Parts) -> Network:
     """Build a network on the meta device; the loader fills it."""
-    network_class = _network_class(hparams)
     with torch.device("meta"):
-        return network_class(hparams, parts)
+        return _network_class()(hparams, parts)
 
 
 def kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
     """The KV layout of a model whose network need not exist. `dtype`: of the KV cache."""
-    return _network_class(hparams).kv_layout(hparams, block_size, dtype)
+    return _network_class().kv_layout(hparams, block_size, dtype)
 
 
-def _network_class(hparams: HParams) -> Any:
-    location = _NETWORKS.get(hparams.architecture)
-    if location is None:
-        raise UnsupportedError(
-            f"architecture {hparams.architecture!r} is not supported. Supported: {', '.join(_NETWORKS)}."
-        )
-    module, name = location.split(":")
+def _network_class() -> Any:
+    module, name = _DECODER.split(":")
     return getattr(import_module(module), name)

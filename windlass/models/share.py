@@ -5,15 +5,19 @@ from __future__ import annotations
 from torch import nn
 
 from windlass.errors import ConfigError
+from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.linears import Linears
+from windlass.layers.moe import ExpertStack
 from windlass.layers.stored import StoredWeight
 from windlass.models.network import Network
 
 
-def share_weights(network: Network, owner: Network, linears: Linears) -> None:
+def share_weights(
+    network: Network, owner: Network, linears: Linears, experts: ExpertKernels | None
+) -> None:
     """Fill a network on the meta device with the tensors of `owner`; nothing is copied.
 
-    The packed weights are multiplied by the kernels of `linears`.
+    The packed weights are multiplied by the kernels of `linears` and `experts`.
     """
     own, others = dict(network.named_modules()), dict(owner.named_modules())
     if own.keys() != others.keys():
@@ -22,6 +26,8 @@ def share_weights(network: Network, owner: Network, linears: Linears) -> None:
         other = others[name]
         if isinstance(module, StoredWeight) and isinstance(other, StoredWeight):
             module.gemms = [linears.share(gemm) for gemm in other.gemms]
+        if isinstance(module, ExpertStack) and isinstance(other, ExpertStack) and other.prepared:
+            module.prepared = other.prepared if experts is None else experts.share(other.prepared)
         for key, parameter in other.named_parameters(recurse=False):
             setattr(module, key, parameter)
         _share_tables(module, other)

@@ -7,7 +7,7 @@ chosen kernel, and applies them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from windlass.errors import CheckpointError, ShardError
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.linears import PackedGemm
+from windlass.kernels.packed import Packed
 from windlass.quant.shard import Region, Shard
 
 
@@ -141,6 +142,10 @@ class LinearMethod(Protocol):
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         """The stored tensors of a whole part. `part` is its full module name."""
+        ...
+
+    def forms(self, layer: Layer) -> Sequence[Packed | Tensor]:
+        """Convert `layer.stored` to as few forms as possible, and empty it."""
         ...
 
     def finish(self, layer: Layer) -> None:

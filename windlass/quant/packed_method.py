@@ -45,12 +45,15 @@ class PackedMethod(ABC):
         del num_out, num_in
         return False
 
-    def finish(self, layer: Layer) -> None:
+    def forms(self, layer: Layer) -> list[Packed | Tensor]:
         """Pack the parts one by one and free their stored tensors, to limit peak memory."""
         forms: list[Packed | Tensor] = []
         for part, num_out in layer.parts.items():
             forms.append(self.form(layer.stored.pop(part), (num_out, layer.num_in)))
-        layer.gemms = [self._linears.prepare(form) for form in join(forms)]
+        return join(forms)
+
+    def finish(self, layer: Layer) -> None:
+        layer.gemms = [self._linears.prepare(form) for form in self.forms(layer)]
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         outputs = [gemm.prepared.apply(x) for gemm in layer.gemms]

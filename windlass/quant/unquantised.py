@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from windlass.kernels.gemm import Norm, TorchGemm
 from windlass.kernels.gemm_io import Inputs, Outputs
+from windlass.kernels.packed import Packed
 from windlass.quant.base import Axis, Layer, ParamSpec
 
 
@@ -42,9 +43,13 @@ class Unquantised:
         del part
         return {"weight": ParamSpec((num_out, num_in), self._dtype, out=Axis(0), into=Axis(1))}
 
-    def finish(self, layer: Layer) -> None:
+    def forms(self, layer: Layer) -> list[Packed | Tensor]:
         weights = [layer.stored.pop(part)["weight"] for part in layer.parts]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return [weights[0] if len(weights) == 1 else torch.cat(weights)]
+
+    def finish(self, layer: Layer) -> None:
+        (weight,) = self.forms(layer)
+        assert isinstance(weight, Tensor)
         # A tied head gets the embedding's table, which is a parameter already.
         if not isinstance(weight, nn.Parameter):
             weight = nn.Parameter(weight, requires_grad=False)

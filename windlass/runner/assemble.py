@@ -13,18 +13,19 @@ from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.experts import ExpertKernels, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops, choose_ops
-from windlass.kernels.select import Need
 from windlass.layers.linear import Linear
+from windlass.layers.moe import ExpertStack
 from windlass.layers.stored import StoredWeight
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
-from windlass.models.network import Network, Parts, make_network
+from windlass.models.network import Network, Parts, kernel_need, make_network
 from windlass.models.share import share_weights
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
@@ -106,11 +107,10 @@ def make_blueprint(
     workers = workers or Workers(threads.count)
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
-        Need(
+        kernel_need(
+            hparams,
             device=device,
             dtype=dtype,
-            heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-            rotated=hparams.rope.dim,
             kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
             workers=workers,
@@ -136,6 +136,12 @@ def make_blueprint(
         table_dtype=methods.table_dtype,
         table_method=methods.table_method,
         workers=workers,
+        experts=ExpertKernels(
+            device,
+            dtype,
+            plain=config.model.plain_kernels or config.model.dtype == "float32",
+            workers=workers,
+        ),
     )
     kv_format = _kv_format(config, hparams, parts)  # refuse before loading weights
     choices = [
@@ -183,11 +189,12 @@ def load_network(
         load(network, checkpoint, blueprint.parts.device)
     else:
         _check_same_weights(config.model, blueprint.parts.device, weights)
-        share_weights(network, weights.network, blueprint.linears)
+        share_weights(network, weights.network, blueprint.linears, blueprint.parts.experts)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
-    choices = [*blueprint.choices, *memory(stored)]
+    experts = [each.prepared for each in stored if isinstance(each, ExpertStack) and each.prepared]
+    choices = [*blueprint.choices, *memory(stored), *_expert_choices(experts)]
     if plain:
         choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
     return Loaded(
@@ -197,7 +204,7 @@ def load_network(
         gemm=blueprint.linears.gemm,
         weight_bytes=network.weight_bytes,
         choices=choices,
-        why_not_batch_invariant=_why_not_batch_invariant(layers),
+        why_not_batch_invariant=_why_not_batch_invariant(layers, experts),
     )
 
 
@@ -217,8 +224,20 @@ def _check_same_weights(config: ModelConfig, device: torch.device, weights: Load
             )
 
 
-def _why_not_batch_invariant(layers: list[Linear]) -> str | None:
+def _expert_choices(experts: list[PreparedExperts]) -> list[Choice]:
+    """One start-up line per kernel of mixture-of-experts layers."""
+    lines = Counter((each.form, each.kernel, each.reason) for each in experts)
+    return [
+        Choice("experts", f"{form}, {kernel} kernel, {count} layers", why)
+        for (form, kernel, why), count in lines.items()
+    ]
+
+
+def _why_not_batch_invariant(layers: list[Linear], experts: list[PreparedExperts]) -> str | None:
     """Why a kernel is not batch-invariant; None: all are."""
+    for each in experts:
+        if not each.batch_invariant:
+            return f"the {each.kernel} kernel of experts sums in an order that depends on the batch"
     for layer in layers:
         for gemm in layer.gemms:
             if not gemm.batch_invariant:

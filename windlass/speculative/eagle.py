@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import CheckpointError
-from windlass.kernels.batch import Heads, KVCache, attention_layout
+from windlass.kernels.batch import KVCache, attention_layout
 from windlass.kernels.ops import choose_ops
-from windlass.kernels.select import Need
 from windlass.kernels.storages import Held
 from windlass.layers.linear import Linear
 from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of, steps_of
+from windlass.models.families.registry import read_hparams
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
-from windlass.models.network import Network, Parts
+from windlass.models.network import Network, Parts, kernel_need
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
@@ -123,7 +123,7 @@ class EagleLoader:
 def open_loader(context: SpeculationContext) -> EagleLoader:
     files = open_head(context, _RENAMED, IGNORED_TENSORS)
     config: dict[str, Any] = {**files.config, "architectures": ["LlamaForCausalLM"]}
-    hparams = HParams.from_hf(config, files.source)
+    hparams = read_hparams(config, files.source)
     layers = aux_layers_of(config, context.hparams.num_layers, files.source)
     vocab_size = draft_vocab(files, hparams.vocab_size) or hparams.vocab_size
     parts = _parts(context.loaded, hparams)
@@ -164,17 +164,6 @@ def _load(head: Eagle, files: HeadFiles, device: torch.device, *, full_vocab: bo
 def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     """The network's device and dtype, with kernels for the head's own shape."""
     own = loaded.parts
-    heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
-    ops = choose_ops(
-        Need(
-            device=own.device,
-            dtype=own.dtype,
-            heads=heads,
-            rotated=hparams.rope.dim,
-            kv_dtype=None,
-            plain=False,
-            workers=own.workers,
-        )
-    )
+    ops = choose_ops(kernel_need(hparams, device=own.device, dtype=own.dtype, workers=own.workers))
     plain = Unquantised(own.dtype, loaded.gemm)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

@@ -16,7 +16,7 @@ from tests.quant.folders import FFN, HIDDEN, loaded, rewrite, write_plain
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.models.hparams import HParams
+from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
@@ -185,7 +185,7 @@ def test_step_time_is_the_longer_of_reads_and_gemms() -> None:
 
 def test_sliding_window_bounds_kv_reads() -> None:
     values = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    hparams = HParams.from_hf(values)
+    hparams = read_hparams(values)
     layout = kv_layout(hparams, 16, torch.float16)
     assert layout.bytes_read(256) == 64 * layout.token_bytes
     assert layout.bytes_read(32) == 32 * layout.token_bytes

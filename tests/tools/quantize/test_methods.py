@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.tools.quantize.conftest import CONFIG, tiny_tensors
 from windlass.models.checkpoint import StoredTensor
-from windlass.models.hparams import HParams
+from windlass.models.families.registry import read_hparams
 from windlass.tools.quantize.gptq import ActOrder, gptq
 from windlass.tools.quantize.layer import Hidden, InputCollector, InputStats, Layer
 from windlass.tools.quantize.scaling import folds_of, search_clip, search_scale, smoothing_scale
@@ -165,7 +165,7 @@ def test_folded_scales_preserve_the_layer_function(kv_heads: int, bias: bool) ->
     if bias:
         for name in [n for n in tensors if n.endswith("_proj.weight")]:
             tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name])).bfloat16()
-    layer = Layer(0, HParams.from_hf(config), CPU)
+    layer = Layer(0, read_hparams(config), CPU)
     layer.read(_Memory(tensors), torch.bfloat16)
     states = torch.randn(60, 64, generator=torch.Generator().manual_seed(3))
     hidden = Hidden(states, (17, 40, 3))
@@ -177,7 +177,7 @@ def test_folded_scales_preserve_the_layer_function(kv_heads: int, bias: bool) ->
 
 
 def test_samples_do_not_attend_to_each_other() -> None:
-    layer = Layer(1, HParams.from_hf(CONFIG), CPU)
+    layer = Layer(1, read_hparams(CONFIG), CPU)
     layer.read(_Memory(tiny_tensors()), torch.bfloat16)
     states = torch.randn(50, 64)
     together = layer.run(Hidden(states, (20, 30)), None).states

@@ -17,19 +17,17 @@ from torch import Tensor
 
 from windlass.config import ModelConfig, Quantization
 from windlass.errors import ConfigError, UnsupportedError
-from windlass.kernels.batch import Heads
 from windlass.kernels.linears import Linears, PackedGemm
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.reference_linear import ReferenceGemm
-from windlass.kernels.select import Need
 from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.methods import choose_methods
-from windlass.models.network import Network, Parts, make_network
+from windlass.models.network import Network, Parts, kernel_need, make_network
 from windlass.quant.detect import detect
 from windlass.quant.file_dtype import FileDtype
 from windlass.quant.unquantised import Unquantised
@@ -243,10 +241,7 @@ class _Sizer:
     def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:
         """Build the rest of a network with reference ops on the CPU: only the weights matter."""
         hparams, device = self._hparams, torch.device("cpu")
-        heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
-        ops = choose_ops(
-            Need(device=device, dtype=dtype, heads=heads, rotated=hparams.rope.dim, plain=True)
-        )
+        ops = choose_ops(kernel_need(hparams, device=device, dtype=dtype, plain=True))
         return Parts(dtype=dtype, device=device, max_positions=1, ops=ops, method_for=method_for)
 
     def _counts(self, made: _MetaNetwork) -> _Counts:

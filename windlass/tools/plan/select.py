@@ -17,11 +17,10 @@ import torch
 from windlass.config import EngineConfig
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
-from windlass.kernels.batch import Heads
 from windlass.kernels.ops import choose_ops
-from windlass.kernels.select import Need
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.hparams import HParams
+from windlass.models.network import kernel_need
 from windlass.models.source import resolve
 from windlass.runner.device import (
     choose_device,
@@ -356,10 +355,7 @@ class _Evaluator:
         hparams, device = self.hparams, self.target.device
         if device.type != "cpu" or weights.options.get("dtype") == "float32":
             return False
-        heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
-        return choose_ops(
-            Need(device=device, dtype=weights.dtype, heads=heads, rotated=hparams.rope.dim)
-        ).is_native
+        return choose_ops(kernel_need(hparams, device=device, dtype=weights.dtype)).is_native
 
     def _tok_s(
         self, weights: FormatSize, layout: KVLayout, rows: int, context: int

@@ -21,8 +21,8 @@ from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.rotary import Rotary
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.decoder import Block
 from windlass.models.hparams import HParams
-from windlass.models.llama import Block
 from windlass.models.network import Parts
 from windlass.models.rope import frequencies
 from windlass.quant.unquantised import Unquantised

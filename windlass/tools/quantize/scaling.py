@@ -16,7 +16,9 @@ from torch import Tensor
 
 from windlass.kernels.batch import Heads
 from windlass.layers.linear import Linear
-from windlass.models.llama import Block
+from windlass.layers.mlp import GatedMLP
+from windlass.layers.norm import RMSNorm
+from windlass.models.decoder import Block
 from windlass.tools.quantize.layer import InputStats
 from windlass.tools.quantize.weights import Grid, round_to_nearest
 
@@ -47,6 +49,9 @@ class Fold:
 def folds_of(block: Block) -> list[Fold]:
     """Return the four folds of a block, in the order of computation."""
     attention, mlp = block.self_attn, block.mlp
+    assert isinstance(mlp, GatedMLP)
+    assert isinstance(block.input_layernorm, RMSNorm)
+    assert block.post_attention_layernorm is not None
     qkv, out = attention.qkv_proj, attention.o_proj
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     first, second = block.input_layernorm.weight, block.post_attention_layernorm.weight

@@ -1,0 +1,93 @@
+"""Compares tiny random networks with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.steps import make_batch
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import Row, SlotInit, StepPlan
+from windlass.kernels.batch import KVCache
+from windlass.kernels.ops import choose_ops
+from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.families.registry import family_of, read_hparams
+from windlass.models.loader import load
+from windlass.models.network import Parts, kernel_need, kv_layout, make_network
+from windlass.models.tensor_rules import mapped
+from windlass.quant.unquantised import Unquantised
+from windlass.runner.slots import SlotTables
+
+CPU = torch.device("cpu")
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Module:
+    """A model of transformers with random weights, saved to the folder."""
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def our_logits(
+    folder: Path, ids: list[int], chunks: list[int], plain: bool = False
+) -> torch.Tensor:
+    """Logits of all positions, computed in chunks, with shuffled KV blocks."""
+    spec = read_hparams(json.loads((folder / "config.json").read_text()))
+    ops = choose_ops(kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain))
+    parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
+    network = make_network(spec, parts)
+    checkpoint = SafetensorsCheckpoint(sorted(folder.glob("*.safetensors")))
+    load(network, mapped(checkpoint, family_of(spec.architecture).rules(spec)), CPU)
+    layout = kv_layout(spec, 4, torch.float32)
+    num_groups = len(layout.groups)
+    cache = KVCache(layout, 16 * num_groups, torch.float32, CPU)
+    slots = SlotTables(1, 16, 4, CPU, num_groups=num_groups)
+    admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
+    free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]
+    outputs, start, held = [], 0, 0
+    with torch.inference_mode():
+        for count in chunks:
+            need_blocks = -(-(start + count) // 4)
+            fresh = free[held:need_blocks]
+            blocks = tuple(block * num_groups + i for i in range(num_groups) for block in fresh)
+            held = need_blocks
+            row = Row("r", 0, start, count, tuple(ids[start : start + count]), blocks, True)
+            plan = StepPlan([row], [admission] if start == 0 else [])
+            tokens, batch = make_batch(plan, slots, cache.layers)
+            outputs.append(network.logits(network(tokens, batch)))
+            start += count
+    assert start == len(ids)
+    return torch.cat(outputs)
+
+
+def check_logits(family: str, changes: dict[str, Any], folder: Path) -> None:
+    """Compare the logits of 37 positions, whole, in odd chunks and token by token."""
+    model = save_tiny(family, changes, folder)
+    ids = torch.randint(3, 97, (37,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        want = model(ids[None]).logits[0]
+    for chunks in ([37], [5, 1, 1, 30], [1] * 37):
+        got = our_logits(folder, ids.tolist(), chunks)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert want.std() > 0.1, "the logits are too small for the comparison to mean anything"

@@ -1,0 +1,204 @@
+"""Mixture-of-experts MLP: a router, the experts that it chooses, and an expert that all tokens use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.moe import ExpertActivation, Routing
+from windlass.kernels.batch import AdapterRows
+from windlass.kernels.experts import ExpertKernels, ExpertWeights, PreparedExperts
+from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.ops import Ops
+from windlass.kernels.packed import Packed
+from windlass.kernels.storages import Held
+from windlass.layers.linear import Linear, MethodFor
+from windlass.layers.mlp import GatedMLP
+from windlass.layers.stored import StoredWeight
+from windlass.parallel.mesh import Group
+from windlass.quant.base import LinearMethod
+from windlass.quant.shard import Shard
+
+
+class ExpertStack(StoredWeight):
+    """One projection of all experts, stacked along the outputs in one packed form."""
+
+    def __init__(
+        self,
+        outputs: dict[str, Shard],
+        inputs: Shard,
+        method: LinearMethod,
+        *,
+        finished: Callable[[], None],
+        dtype: torch.dtype,
+        bias: bool,
+    ) -> None:
+        super().__init__(outputs, inputs, method)
+        self._dtype = dtype
+        self.form: Packed | Tensor | None = None
+        self.prepared: PreparedExperts | None = None  # of the stack that is finished last
+        self._finished = finished
+        if bias:
+            num_out = sum(self.parts.values())
+            self.bias = nn.Parameter(torch.empty(num_out, dtype=dtype), requires_grad=False)
+
+    def finish(self) -> None:
+        """Keep the packed form; experts of different formats have none, and are dequantised."""
+        forms = self.method.forms(self)
+        if len(forms) == 1:
+            (self.form,) = forms
+        else:
+            dense = [form if isinstance(form, Tensor) else form.dequantise() for form in forms]
+            self.form = torch.cat([form.to(self._dtype) for form in dense])
+        self._finished()
+
+    def storages(self) -> Iterator[Held]:
+        if self.prepared is not None:
+            yield from self.prepared.mlp.storages()
+
+    @property
+    def gemm_bytes(self) -> int:
+        return 0 if self.prepared is None else self.prepared.mlp.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEShape:
+    """Sizes and options of one mixture-of-experts layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    routing: Routing
+    activation: ExpertActivation
+    correction_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+
+
+class Experts(nn.Module):
+    """The weights of all experts. They are prepared for a kernel when the last of them is loaded."""
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        method_for: MethodFor,
+        kernels: ExpertKernels,
+        group: Group,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self._shape = shape
+        self._kernels = kernels
+        hidden, inner = Shard(shape.hidden_size), Shard.even(shape.intermediate_size, group)
+        indices = range(shape.routing.num_experts)
+        gate_up = {f"{i}.{part}": inner for i in indices for part in ("gate_proj", "up_proj")}
+        if shape.activation.interleaved:
+            both = Shard.even(2 * shape.intermediate_size, group, unit=2)
+            gate_up = {f"{i}.gate_up_proj": both for i in indices}
+        down = {f"{i}.down_proj": hidden for i in indices}
+        stack = partial(ExpertStack, finished=self._prepare, dtype=dtype, bias=shape.expert_bias)
+        # A parameter of this module, so that it is loaded before the stacks.
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if shape.correction_bias:
+            self.e_score_correction_bias = nn.Parameter(
+                torch.empty(shape.routing.num_experts, dtype=torch.float32), requires_grad=False
+            )
+        self.gate_up = stack(gate_up, hidden, method_for(gate_up))
+        self.down = stack(down, inner, method_for(down))
+
+    def _prepare(self) -> None:
+        gate_up, down = self.gate_up, self.down
+        if gate_up.form is None or down.form is None:
+            return
+        shape, count = self._shape, self._shape.routing.num_experts
+        weights = ExpertWeights(
+            gate_up=gate_up.form,
+            down=down.form,
+            routing=shape.routing,
+            activation=shape.activation,
+            correction_bias=self.e_score_correction_bias,
+            gate_up_bias=None if gate_up.bias is None else gate_up.bias.view(count, -1),
+            down_bias=None if down.bias is None else down.bias.view(count, -1),
+        )
+        gate_up.form = down.form = None
+        down.prepared = self._kernels.prepare(weights)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        assert self.down.prepared is not None
+        return self.down.prepared.mlp.apply(x, logits)
+
+
+class MoE(nn.Module):
+    """The weighted sum of the chosen experts, added to the residual stream and normalised.
+
+    LoRA adapters do not change experts; lora/ refuses adapters that contain them.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        method_for: MethodFor,
+        kernels: ExpertKernels,
+        ops: Ops,
+        group: Group,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.group = group
+        self.is_partial = group.size > 1
+        self.gate = Linear(
+            outputs={"gate": Shard(shape.routing.num_experts)},
+            inputs=Shard(shape.hidden_size),
+            method=method_for(["gate"]),
+            group=group,
+            bias=dtype if shape.router_bias else None,
+        )
+        self.experts = Experts(
+            shape,
+            lambda parts: method_for([f"experts.{part}" for part in parts]),
+            kernels=kernels,
+            group=group,
+            dtype=dtype,
+        )
+        self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if shape.shared_intermediate_size:
+            self.shared_expert = GatedMLP(
+                hidden_size=shape.hidden_size,
+                intermediate_size=shape.shared_intermediate_size,
+                method_for=lambda parts: method_for([f"shared_expert.{part}" for part in parts]),
+                ops=ops,
+                group=group,
+            )
+        if shape.shared_gate:
+            self.shared_expert_gate = Linear(
+                outputs={"shared_expert_gate": Shard(1)},
+                inputs=Shard(shape.hidden_size),
+                method=method_for(["shared_expert_gate"]),
+                group=group,
+            )
+
+    def forward(
+        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+    ) -> tuple[Inputs, Tensor]:
+        return norm.add(self.output(x, adapters), residual, unquantised=adapters is not None)
+
+    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        """The result, without residual addition and norm."""
+        assert isinstance(x, Tensor)  # the norm before a router does not quantise
+        y = self.experts(x, self.gate(x, adapters))
+        if self.is_partial:
+            y = self.group.all_reduce(y)
+        if self.shared_expert is None:
+            return y
+        shared = self.shared_expert.output(x, adapters)
+        if self.shared_expert_gate is not None:
+            shared = self.ops.sigmoid_gate(shared, self.shared_expert_gate(x, adapters))
+        return y + shared

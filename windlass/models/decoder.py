@@ -1,0 +1,320 @@
+"""The decoder that all families build from their HParams.
+
+Module names are those of Llama's checkpoints, and merged layers name their parts; families with other
+names list rules (tensor_rules.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.kv_layout import KVLayout
+from windlass.kernels.batch import (
+    AdapterRows,
+    Heads,
+    LogitsIndices,
+    StepBatch,
+    attention_layout,
+)
+from windlass.kernels.experts import ExpertKernels
+from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs
+from windlass.layers.attention import Attention, AttentionShape
+from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
+from windlass.layers.head import Head
+from windlass.layers.linear import Linear
+from windlass.layers.mlp import GatedMLP, PlainMLP
+from windlass.layers.moe import MoE, MoEShape
+from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, after
+from windlass.layers.rotary import Rotary
+from windlass.models.hparams import HParams
+from windlass.models.network import Network, Parts
+from windlass.models.rope import frequencies
+from windlass.models.rope_config import RopeConfig
+from windlass.parallel.mesh import SingleRank
+from windlass.quant.packed_method import PackedMethod
+
+
+class Block(nn.Module):
+    """A decoder layer: attention and MLP, each with a residual addition.
+
+    The input is already normalised, and the output is normalised by the next layer's norm, so that
+    a kernel can fuse a GEMM with the norm after it.
+    """
+
+    def __init__(self, index: int, hparams: HParams, parts: Parts) -> None:
+        super().__init__()
+        name = f"model.layers.{index}"
+        placement = hparams.norm.placement
+        self._scale = hparams.residual_scale
+        self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
+        self.self_attn = Attention(
+            index=index,
+            shape=_attention_shape(index, hparams),
+            method_for=partial(parts.method_for, f"{name}.self_attn."),
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            dtype=parts.dtype,
+        )
+        self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
+        self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
+        self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
+        self.mlp = _mlp(index, hparams, parts)
+        self.is_parallel = placement == "parallel"
+        if not self.is_parallel or hparams.norm.mlp_norm:
+            self.post_attention_layernorm = norm_of(hparams, parts)
+        if placement in ("sandwich", "post"):
+            self.pre_feedforward_layernorm = (
+                NoNorm() if placement == "post" else norm_of(hparams, parts)
+            )
+            self.post_feedforward_layernorm = norm_of(hparams, parts)
+        if placement in ("pre", "sandwich"):
+            _quantise_for(self.input_layernorm, self.self_attn.qkv_proj)
+            if isinstance(self.mlp, GatedMLP):
+                before_mlp = self.pre_feedforward_layernorm or self.post_attention_layernorm
+                _quantise_for(before_mlp, self.mlp.gate_up_proj)
+
+    def forward(
+        self,
+        x: Inputs,
+        residual: Tensor,
+        next_norm: Norm,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None = None,
+    ) -> tuple[Inputs, Tensor]:
+        """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all."""
+        if self.is_parallel:
+            assert isinstance(x, Tensor)
+            return self._parallel(x, residual, next_norm, batch, cos_sin, logits_indices)
+        adapters = batch.adapters if logits_indices is None else logits_indices.adapters
+        output_norm, input_norm = self.post_attention_layernorm, self.pre_feedforward_layernorm
+        if input_norm is None:
+            assert output_norm is not None
+            norm = after(None, self._scale, output_norm)
+        else:
+            norm = after(output_norm, self._scale, input_norm)
+        x, residual = self.self_attn(x, residual, norm, batch, cos_sin, logits_indices)
+        next_norm = after(self.post_feedforward_layernorm, self._scale, next_norm)
+        return self.mlp(x, residual, next_norm, adapters)
+
+    def _parallel(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        next_norm: Norm,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None,
+    ) -> tuple[Inputs, Tensor]:
+        attended = self.self_attn.output(x, batch, cos_sin, logits_indices)
+        adapters = batch.adapters
+        if logits_indices is not None:
+            x = self.self_attn.ops.gather(x, logits_indices.tokens)
+            residual = self.self_attn.ops.gather(residual, logits_indices.tokens)
+            adapters = logits_indices.adapters
+        if self.post_attention_layernorm is not None:
+            x = self.post_attention_layernorm(residual)
+        y = attended + self.mlp.output(x, adapters)
+        return after(None, self._scale, next_norm).add(y, residual, adapters is not None)
+
+
+class DecoderModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, hparams: HParams, parts: Parts, table: TiedEmbedding | None = None) -> None:
+        super().__init__()
+        self.embed_tokens = table or _embedding(hparams, parts)
+        self._scale = hparams.embedding_scale
+        self.embed_positions: Embedding | None = None
+        if hparams.learned_positions:
+            sizes = hparams.learned_positions, hparams.hidden_size
+            self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
+        self.layers = nn.ModuleList(Block(i, hparams, parts) for i in range(hparams.num_layers))
+        self.norm = norm_of(hparams, parts)
+        self._ropes = [hparams.rope_of(layer) for layer in range(hparams.num_layers)]
+        self.rotary = nn.ModuleList(
+            _rotary(rope, parts) for rope in dict.fromkeys(self._ropes) if rope is not None
+        )
+
+    @property
+    def cos_sin(self) -> list[Tensor | None]:
+        """The RoPE table of each layer."""
+        ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
+        rotaries = zip(ropes, self.rotary, strict=True)
+        tables = {rope: cast(Rotary, rotary).cos_sin for rope, rotary in rotaries}
+        return [None if rope is None else tables[rope] for rope in self._ropes]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The token embeddings, scaled."""
+        x = self.embed_tokens(ids)
+        return x if self._scale == 1.0 else x * self._scale
+
+    def forward(
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        norms = [cast(Norm, block.input_layernorm) for block in self.layers]
+        first, *next_norms = norms
+        unquantised = batch.adapters is not None
+        embedded = self.embed(ids)
+        if self.embed_positions is not None:
+            embedded = embedded + self.embed_positions(batch.positions)
+        x, residual = first.add(embedded, None, unquantised)
+        tables = self.cos_sin
+        for i, (block, norm) in enumerate(zip(self.layers, [*next_norms, self.norm], strict=True)):
+            if aux_hidden_states is not None and i in aux_hidden_states:
+                aux_hidden_states[i] = residual.clone()  # layers may change it in place
+            logits_indices = batch.logits_indices if norm is self.norm else None
+            x, residual = block(x, residual, norm, batch, tables[i], logits_indices)
+        assert isinstance(x, Tensor)  # the last norm never quantises its output
+        return x
+
+
+def norm_of(hparams: HParams, parts: Parts) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream."""
+    norm = hparams.norm
+    dtype = torch.float32 if norm.float32 else parts.dtype
+    size, ops = hparams.hidden_size, parts.ops
+    if norm.kind == "rms":
+        return RMSNorm(size=size, eps=norm.eps, dtype=dtype, ops=ops)
+    return LayerNorm(size=size, eps=norm.eps, dtype=dtype, ops=ops, bias=norm.bias)
+
+
+def _quantise_for(norm: nn.Module | None, reader: Linear) -> None:
+    """Make a norm quantise its result as the layer that reads it wants."""
+    if isinstance(norm, RMSNorm):
+        norm.input_quant = reader.input_quant
+
+
+def _rotary(rope: RopeConfig, parts: Parts) -> Rotary:
+    inv_freq, scale = frequencies(rope)
+    return Rotary(
+        inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
+    )
+
+
+def _attention_shape(index: int, hparams: HParams) -> AttentionShape:
+    return AttentionShape(
+        hidden_size=hparams.hidden_size,
+        heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+        qkv_bias=hparams.qkv_bias,
+        o_bias=hparams.o_bias,
+        norm_eps=hparams.norm_eps,
+        window=hparams.sliding_windows[index],
+        scale=hparams.attention_scale,
+        soft_cap=hparams.attention_soft_cap,
+        sinks=hparams.attention_sinks,
+        rope=hparams.rope_of(index) is not None,
+        interleaved=hparams.rope_interleaved,
+        qk_norm=hparams.qk_norm,
+        norm_kind=hparams.qk_norm_kind,
+    )
+
+
+def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | MoE:
+    """The layer's MLP: dense, or a mixture of experts."""
+    method_for = partial(parts.method_for, f"model.layers.{index}.mlp.")
+    moe = hparams.moe
+    if moe is not None and moe.layers[index]:
+        shape = MoEShape(
+            hidden_size=hparams.hidden_size,
+            intermediate_size=moe.intermediate_size,
+            routing=moe.routing,
+            activation=moe.activation,
+            correction_bias=moe.correction_bias,
+            router_bias=moe.router_bias,
+            expert_bias=moe.expert_bias,
+            shared_intermediate_size=moe.shared_intermediate_size,
+            shared_gate=moe.shared_gate,
+        )
+        return MoE(
+            shape=shape,
+            method_for=method_for,
+            kernels=parts.experts or ExpertKernels(parts.device, parts.dtype, plain=True),
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            dtype=parts.dtype,
+        )
+    kind = GatedMLP if hparams.gated_mlp else PlainMLP
+    return kind(
+        hidden_size=hparams.hidden_size,
+        intermediate_size=hparams.intermediate_size,
+        method_for=method_for,
+        ops=parts.ops,
+        group=parts.mesh.tp,
+        bias=parts.dtype if hparams.mlp_bias else None,
+        activation=hparams.activation,
+    )
+
+
+def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
+    """An untied embedding table, packed if its method can read rows of this rank's shard."""
+    sizes, group = (hparams.vocab_size, hparams.hidden_size), parts.mesh.tp
+    if parts.table_method is not None:
+        packed = PackedEmbedding(*sizes, parts.table_method, parts.dtype, group)
+        if parts.table_method.gives_rows(packed.parts["embed_tokens"], packed.num_in):
+            return packed
+    return Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops, group)
+
+
+class Decoder(Network):
+    """The whole network. `lm_head` shares the embedding's weight if the embeddings are tied."""
+
+    def __init__(self, hparams: HParams, parts: Parts) -> None:
+        super().__init__()
+        self.tied = hparams.tie_embeddings
+        self._ops = parts.ops
+        self._logit_scale = hparams.logit_scale
+        self._logit_soft_cap = hparams.logit_soft_cap
+        method = parts.method_for("", ["lm_head"])
+        name = "model.embed_tokens" if self.tied else "lm_head"
+        head = Head(
+            name=name,
+            vocab_size=hparams.vocab_size,
+            hidden_size=hparams.hidden_size,
+            method=method,
+            group=parts.mesh.tp,
+        )
+        reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
+            head.parts[name], head.num_in
+        )
+        table = TiedEmbedding(head, parts.dtype) if self.tied and reads_rows else None
+        self.model = DecoderModel(hparams, parts, table)
+        self.lm_head = head
+
+    @classmethod
+    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+        return attention_layout(
+            hparams.sliding_windows,
+            num_kv_heads=hparams.num_kv_heads,
+            dim=hparams.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+    @property
+    def table(self) -> Tensor | None:
+        table = self.model.embed_tokens
+        if isinstance(table, Embedding) and table.rows.is_whole:
+            return table.weight
+        return None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.model.embed(ids)
+
+    def forward(
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        return self.model(ids, batch, aux_hidden_states)
+
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        logits = self.lm_head(hidden, adapters)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._logit_soft_cap is not None:
+            logits = self._ops.soft_cap(logits, self._logit_soft_cap)
+        return logits

@@ -1,0 +1,1 @@
+"""Families of architectures: how their checkpoints describe a decoder."""

@@ -1,0 +1,76 @@
+"""Fields and tensor rules that families with mixtures of experts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from windlass.core.moe import Routing
+from windlass.errors import CheckpointError
+from windlass.models.fields import Fields
+from windlass.models.hparams import HParams
+from windlass.models.tensor_rules import Rows, Rule
+
+# Fields of the numbers of experts; libraries differ in the first.
+_TOTALS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def read_routing(fields: Fields, chosen: str = "num_experts_per_tok", **options: Any) -> Routing:
+    """The routing. `chosen`: the field of the number of experts per token."""
+    total = next((name for name in _TOTALS if name in fields), _TOTALS[0])
+    count, top_k = fields.positive_int(total), fields.positive_int(chosen)
+    if top_k > count:
+        raise CheckpointError(
+            f"{fields.source}: {chosen} is {top_k}, but {total} is {count}: a token cannot use more "
+            "experts than there are."
+        )
+    return Routing(num_experts=count, top_k=top_k, **options)
+
+
+def stacked_expert_rules(
+    pattern: str,
+    name: str,
+    num_experts: int,
+    rows_per_expert: int,
+    part: tuple[int, int] | None = None,
+) -> Iterator[Rule]:
+    """Rules that split a tensor of all experts, [experts, rows, inputs].
+
+    `name` contains {expert}. `part`: the expert's first and last row, for a fused gate and up.
+    """
+    start, stop = part or (0, rows_per_expert)
+    for expert in range(num_experts):
+        first = expert * rows_per_expert
+        yield Rule(
+            pattern=pattern,
+            name=name.format(expert=expert),
+            rows=Rows(first + start, first + stop, num_experts * rows_per_expert),
+        )
+
+
+def gguf_experts(keys: Fields, norm_topk_prob: bool) -> dict[str, Any]:
+    """Fields of config.json for the experts of a GGUF file."""
+    return {
+        "num_experts": keys.positive_int("expert_count"),
+        "num_experts_per_tok": keys.positive_int("expert_used_count"),
+        "moe_intermediate_size": keys.positive_int("expert_feed_forward_length"),
+        "norm_topk_prob": norm_topk_prob,
+        "decoder_sparse_step": 1,
+        # Files without dense layers may lack the field.
+        "intermediate_size": keys.count("feed_forward_length", 0)
+        or keys.positive_int("expert_feed_forward_length"),
+    }
+
+
+def gguf_expert_rules(hparams: HParams) -> list[Rule]:
+    """Rules for llama.cpp's stacked experts."""
+    assert hparams.moe is not None
+    count, inner = hparams.moe.routing.num_experts, hparams.moe.intermediate_size
+    sizes = {"gate_proj": inner, "up_proj": inner, "down_proj": hparams.hidden_size}
+    return [
+        rule
+        for part, rows in sizes.items()
+        for rule in stacked_expert_rules(
+            rf"(.*\.experts)\.{part}\.weight", rf"\1.{{expert}}.{part}.weight", count, rows
+        )
+    ]

@@ -1,0 +1,134 @@
+"""Qwen 2 and 2.5 (a bias of q, k and v) and Qwen 3 (norms of q and k), dense and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from windlass.core.moe import Routing
+from windlass.errors import CheckpointError
+from windlass.models.families.base import Family, GGUFFamily, layer_windows, read_decoder
+from windlass.models.families.moe import gguf_expert_rules, gguf_experts, read_routing
+from windlass.models.fields import Fields
+from windlass.models.gguf_header import GGUFHeader
+from windlass.models.hparams import HParams, MoEHParams
+from windlass.models.tensor_rules import Rule
+
+
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    layers = fields.positive_int("num_hidden_layers")
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * layers
+    window = fields.positive_int_or_none("sliding_window", 4096)
+    if window is None:
+        return (None,) * layers
+    found = layer_windows(fields, window)
+    if found is not None:
+        return found
+    first = fields.count("max_window_layers", 28)
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _qwen2(fields: Fields, architecture: str) -> HParams:
+    return read_decoder(fields, architecture, windows=_windows(fields), qkv_bias=True)
+
+
+def _qwen3(fields: Fields, architecture: str) -> HParams:
+    bias = fields.flag("attention_bias", False)
+    return read_decoder(
+        fields,
+        architecture,
+        head_dim=128,
+        windows=_windows(fields),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+    )
+
+
+def _moe_layers(fields: Fields) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`th layer but those of mlp_only_layers."""
+    layers = fields.positive_int("num_hidden_layers")
+    step = fields.positive_int("decoder_sparse_step", 1)
+    dense = set(fields.sequence("mlp_only_layers") or ())
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _routing(fields: Fields) -> Routing:
+    normalised = fields.flag("norm_topk_prob", False)
+    return read_routing(fields, normalised=normalised)
+
+
+def _qwen2_moe(fields: Fields, architecture: str) -> HParams:
+    dense = _qwen2(fields, architecture)
+    moe = MoEHParams(
+        routing=_routing(fields),
+        intermediate_size=fields.positive_int("moe_intermediate_size"),
+        layers=_moe_layers(fields),
+        shared_intermediate_size=fields.positive_int("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return replace(dense, qkv_bias=fields.flag("qkv_bias", True), moe=moe)
+
+
+def _qwen3_moe(fields: Fields, architecture: str) -> HParams:
+    # Its own default head size, hidden_size / num_attention_heads, does not fit any published model.
+    dense = _qwen3(fields, architecture)
+    moe = MoEHParams(
+        routing=_routing(fields),
+        intermediate_size=fields.positive_int("moe_intermediate_size"),
+        layers=_moe_layers(fields),
+    )
+    return replace(dense, moe=moe)
+
+
+def _no_gguf_window(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    """Files of Qwen do not store which layers have the window."""
+    window = keys.count("attention.sliding_window", 0)
+    if window:
+        raise CheckpointError(
+            f"{header.path}: a sliding window of {window} is not supported for Qwen, since the file "
+            "does not say which layers have it."
+        )
+    return {}
+
+
+def _gguf_moe(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    return _no_gguf_window(keys, header) | gguf_experts(keys, norm_topk_prob=True)
+
+
+def _gguf_shared(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    shared = keys.positive_int("expert_shared_feed_forward_length")
+    found = _no_gguf_window(keys, header) | gguf_experts(keys, norm_topk_prob=False)
+    return found | {"shared_expert_intermediate_size": shared}
+
+
+def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
+    return gguf_expert_rules(hparams)
+
+
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+QWEN2 = Family(model_type="qwen2", read=_qwen2, gguf=GGUFFamily(config=_no_gguf_window))
+QWEN3 = Family(model_type="qwen3", read=_qwen3, gguf=GGUFFamily(config=_no_gguf_window))
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    read=_qwen2_moe,
+    gguf=GGUFFamily(names={**_EXPERTS, **_SHARED}, config=_gguf_shared, rules=_gguf_rules),
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    read=_qwen3_moe,
+    gguf=GGUFFamily(names=_EXPERTS, config=_gguf_moe, rules=_gguf_rules),
+)

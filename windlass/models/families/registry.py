@@ -1,0 +1,83 @@
+"""The architectures that the decoder implements, and the choice of a family for a config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.families.base import Family
+from windlass.models.fields import Fields
+from windlass.models.hparams import HParams
+
+# "module:family" in this package, by the name in config.json.
+_FAMILIES = {
+    "LlamaForCausalLM": "llama:LLAMA",
+    "MistralForCausalLM": "llama:MISTRAL",
+    "Qwen2ForCausalLM": "qwen:QWEN2",
+    "Qwen2MoeForCausalLM": "qwen:QWEN2_MOE",
+    "Qwen3ForCausalLM": "qwen:QWEN3",
+    "Qwen3MoeForCausalLM": "qwen:QWEN3_MOE",
+}
+# By llama.cpp's name.
+_GGUF = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+ARCHITECTURES = tuple(_FAMILIES)
+GGUF_ARCHITECTURES = tuple(_GGUF)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture in ARCHITECTURES."""
+    module, name = _FAMILIES[architecture].split(":")
+    family = getattr(import_module(f"windlass.models.families.{module}"), name)
+    assert isinstance(family, Family)
+    return family
+
+
+def gguf_architecture(name: str, source: str) -> str:
+    """The architecture of a GGUF file, by llama.cpp's name of it."""
+    if name not in _GGUF:
+        raise UnsupportedError(
+            f"{source}: GGUF architecture {name!r} is not supported. "
+            f"Supported: {', '.join(_GGUF)}.{_closest(name, _GGUF)}"
+        )
+    return _GGUF[name]
+
+
+def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HParams:
+    """Read a config.json's dictionary. `source` is the file's name in error messages."""
+    architecture = architecture_of(config, source)
+    return family_of(architecture).read(Fields(config, source), architecture)
+
+
+def architecture_of(config: Mapping[str, Any], source: str) -> str:
+    """The architecture's name, from `architectures`, else from `model_type`."""
+    listed = config.get("architectures")
+    if isinstance(listed, (list, tuple)) and listed:
+        name = str(listed[0])
+    elif "model_type" in config:
+        by_type = {family_of(known).model_type: known for known in _FAMILIES}
+        name = by_type.get(config["model_type"], str(config["model_type"]))
+    else:
+        raise CheckpointError(
+            f"{source}: has neither architectures nor model_type, so the architecture is unknown. "
+            f'Add one, such as --hf-overrides \'{{"architectures": ["LlamaForCausalLM"]}}\'.'
+        )
+    if name not in _FAMILIES:
+        raise UnsupportedError(
+            f"{source}: architecture {name!r} is not supported. "
+            f"Supported: {', '.join(_FAMILIES)}.{_closest(name, _FAMILIES)}"
+        )
+    return name
+
+
+def _closest(name: str, known: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" The closest name is {near[0]}." if near else ""

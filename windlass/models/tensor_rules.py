@@ -1,0 +1,196 @@
+"""Maps the tensors of a checkpoint to those of the network, where names or shapes differ.
+
+A family lists rules; `MappedCheckpoint` applies them while reading. Fused projections, stacked
+experts and transposed weights become the tensors that the layers name. Nothing is copied that a
+view of the memory-mapped file can give.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from windlass.errors import CheckpointError
+from windlass.models.checkpoint import Checkpoint, StoredTensor, missing
+from windlass.quant.shard import Region
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Outputs [start, stop) of a fused tensor of `whole` outputs.
+
+    With `groups` the outputs repeat: each of the groups has `whole` outputs, of which [start, stop) are
+    taken, as from the q, k and v of each head.
+    """
+
+    start: int
+    stop: int
+    whole: int
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Renames the tensors that match `pattern`, and takes a part of them.
+
+    Every rule whose pattern matches a whole name gives one tensor, so a fused tensor matches several.
+    """
+
+    pattern: str
+    name: str  # in the network, with \\1, \\2, ... from the pattern; empty: the tensor is not used
+    rows: Rows | None = None
+    index: int | None = None  # of the first axis, for stacked tensors
+    transposed: bool = False
+    add: float = 0.0  # to every value
+
+    @property
+    def is_rename(self) -> bool:
+        return self.rows is None and not self._changes
+
+    @property
+    def only_rows(self) -> bool:
+        """Whether the part is one slice of the outputs, which formats of any kind allow."""
+        return self.rows is not None and self.rows.groups == 1 and not self._changes
+
+    @property
+    def _changes(self) -> bool:
+        return self.index is not None or self.transposed or self.add != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The tensor of the file, and what becomes of it."""
+
+    name: str
+    rule: Rule | None = None
+
+
+class MappedCheckpoint:
+    """A checkpoint under the names of the network."""
+
+    def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule]) -> None:
+        self._checkpoint = checkpoint
+        self._sources: dict[str, _Source] = {}
+        compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+        for name in checkpoint.names():
+            for target, source in _targets(name, compiled):
+                if target in self._sources:
+                    raise CheckpointError(
+                        f"tensors {self._sources[target].name} and {name} are both {target}. The "
+                        "checkpoint mixes two layouts; convert or download it again."
+                    )
+                self._sources[target] = source
+
+    def names(self) -> Collection[str]:
+        return self._sources.keys()
+
+    def stored(self, name: str) -> StoredTensor:
+        source = self._source(name)
+        found = self._checkpoint.stored(source.name)
+        rule = source.rule
+        if rule is None or rule.is_rename:
+            return found
+        shape, num_bytes = found.shape, found.num_bytes
+        if rule.index is not None:
+            shape, num_bytes = shape[1:], num_bytes // shape[0]
+        if rule.transposed:
+            shape = shape[::-1]
+        if rule.rows is not None:
+            taken, whole = rule.rows.stop - rule.rows.start, rule.rows.whole
+            rows = math.prod(shape[:-1]) if len(shape) > 2 else shape[0]
+            shape, num_bytes = (rows * taken // whole, *shape[-1:]), num_bytes * taken // whole
+        return replace(found, shape=shape, num_bytes=num_bytes)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
+    ) -> torch.Tensor:
+        """See `Checkpoint.read`."""
+        source = self._source(name)
+        rule = source.rule
+        if rule is None or rule.is_rename:
+            return self._checkpoint.read(source.name, shape, region, raw=raw)
+        if rule.rows is not None and rule.only_rows:
+            stored = self._checkpoint.stored(source.name).shape
+            whole, inner = _within(rule.rows, stored, shape, region)
+            return self._checkpoint.read(source.name, whole, inner, raw=raw)
+        return self._transformed(source.name, rule, shape)[region]
+
+    def _transformed(self, name: str, rule: Rule, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._checkpoint.read(name, self._checkpoint.stored(name).shape)
+        if rule.index is not None:
+            tensor = tensor[rule.index]
+        if rule.transposed:
+            tensor = tensor.T
+        if rule.rows is not None:
+            rows = rule.rows
+            grouped = tensor.unflatten(0, (rows.groups, rows.whole))
+            tensor = grouped[:, rows.start : rows.stop].flatten(0, 1)
+        if rule.add:
+            tensor = tensor.float() + rule.add
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name} gives a part of shape {list(tensor.shape)}, the network needs "
+                f"{list(shape)}. The weights and the config do not match."
+            )
+        return tensor
+
+    def _source(self, name: str) -> _Source:
+        if name not in self._sources:
+            raise missing(name, self._sources)
+        return self._sources[name]
+
+
+def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:
+    """The checkpoint under the network's names; itself if there are no rules."""
+    return MappedCheckpoint(checkpoint, rules) if rules else checkpoint
+
+
+def _targets(
+    name: str, rules: Sequence[tuple[re.Pattern[str], Rule]]
+) -> Iterator[tuple[str, _Source]]:
+    """The network's tensors that a tensor of the file gives; its own name if no rule matches."""
+    matched = False
+    for pattern, rule in rules:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            matched = True
+            if rule.name:
+                yield found.expand(rule.name), _Source(name, rule)
+    if not matched:
+        yield name, _Source(name)
+
+
+def _within(
+    rows: Rows, stored: tuple[int, ...], shape: tuple[int, ...], region: Region
+) -> tuple[tuple[int, ...], Region]:
+    """The shape of the fused tensor, and the region of it that is `region` of the part.
+
+    The outputs' axis is the one that is longer in the file. A quantised tensor may store several outputs
+    per entry, or have them on its second axis; one without that axis belongs to all parts.
+    """
+    taken = rows.stop - rows.start
+    leading = math.prod(stored[: len(stored) - len(shape) + 1])  # stacked tensors are flattened
+    sizes = (leading, *stored[len(stored) - len(shape) + 1 :])
+    axis = next(
+        (
+            dim
+            for dim, size in enumerate(shape)
+            if size != sizes[dim] and size * rows.whole == sizes[dim] * taken
+        ),
+        None,
+    )
+    if axis is None:
+        return shape, region
+    size = shape[axis]
+    whole = tuple(sizes[dim] if dim == axis else n for dim, n in enumerate(shape))
+    first = rows.start * size // taken
+    slices = [*region, *(slice(None),) * (len(shape) - len(region))]
+    start, stop, _ = slices[axis].indices(size)
+    slices[axis] = slice(first + start, first + stop)
+    return whole, tuple(slices)
