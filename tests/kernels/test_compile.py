@@ -18,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
 from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
+from tests.kernels.expert_cases import EXPERTS  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
@@ -326,6 +327,7 @@ CASES = {
     "change logits": (logits.change_logits_kernel, CHANGE, {"TILE": 1024}, {"num_warps": 4}),
     "count tokens": (logits.count_tokens_kernel, COUNT, {}, {"num_warps": 1}),
     **LORA_AND_SPECULATION,
+    **EXPERTS,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 

@@ -33,7 +33,10 @@ __all__ = [
     "Routing",
 ]
 
-_CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ()}
+_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    "cuda": ("windlass.kernels.triton.experts:TritonExperts",),
+}
 _REFERENCE = "windlass.kernels.reference_experts:ReferenceExperts"
 
 

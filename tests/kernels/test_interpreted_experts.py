@@ -1,0 +1,161 @@
+"""Mixture-of-experts kernels in Triton's interpreter, in float32, against the reference.
+
+The cases run in a separate process, like those of test_interpreted.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.conftest import Check
+from tests.kernels.test_interpreted import INTERPRETED, inside
+from windlass.kernels import reference_experts
+from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+CLAMPED = ExpertActivation(kind="clamped", interleaved=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
+def test_kernels_in_the_interpreter(interpreted: Check) -> None:
+    interpreted(__file__)
+
+
+@inside
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(num_experts=8, top_k=2),
+        Routing(num_experts=60, top_k=4, normalised=True, scale=2.5),
+        Routing(num_experts=12, top_k=3, num_groups=4, top_groups=2),
+        Routing(
+            num_experts=40,
+            top_k=6,
+            score="sigmoid",
+            normalised=True,
+            num_groups=8,
+            top_groups=3,
+            group_score="top2",
+        ),
+    ],
+    ids=["softmax", "normalised", "groups", "top2"],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_routing(tokens: int, routing: Routing, biased: bool) -> None:
+    from windlass.kernels.triton.experts_routing import route
+
+    logits = torch.randn(tokens, routing.num_experts)
+    logits[0] = logits[0].round()  # ties
+    bias = torch.rand(routing.num_experts) if biased else None
+    want_weights, want = reference_experts.route(logits, bias, routing)
+    found = route(logits, bias, routing)
+    assert torch.equal(found.experts.long(), want)
+    torch.testing.assert_close(found.weights, want_weights)
+
+
+@inside
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("tokens", [3, 50])
+def test_sorted_pairs_fill_tiles_of_one_expert(rows: int, tokens: int) -> None:
+    from windlass.kernels.triton.experts_routing import route, sort_pairs
+
+    logits = torch.randn(tokens, 12) + torch.arange(12) / 2  # uneven, and some without tokens
+    routed = route(logits, None, Routing(num_experts=12, top_k=3), counted=True)
+    tiles = sort_pairs(routed, rows)
+    assert tiles.num_rows is not None
+    assert tiles.pairs is not None
+    found = []
+    for tile, count in enumerate(tiles.num_rows.tolist()):
+        pairs = tiles.pairs[tile * rows : tile * rows + count].tolist()
+        found += pairs
+        assert all(routed.experts.flatten()[p] == tiles.experts[tile] for p in pairs)
+    assert sorted(found) == list(range(3 * tokens))
+
+
+def make_weights(
+    routing: Routing,
+    activation: ExpertActivation | None = None,
+    hidden: int = 64,
+    inner: int = 32,
+    biased: bool = False,
+) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(3)
+    experts = routing.num_experts
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / 4
+
+    return ExpertWeights(
+        gate_up=random(experts * 2 * inner, hidden),
+        down=random(experts * hidden, inner),
+        routing=routing,
+        activation=activation or ExpertActivation(),
+        correction_bias=random(experts) if biased else None,
+        gate_up_bias=random(experts, 2 * inner) if biased else None,
+        down_bias=random(experts, hidden) if biased else None,
+    )
+
+
+def check(weights: ExpertWeights, tokens: int, rows: int, block_k: int = 32) -> None:
+    """Compare tiles of `rows` pairs with the reference, for random and for equal logits."""
+    from windlass.kernels.triton.experts import Plan, Tiling, TritonExperts
+
+    plan = Plan(float("inf"), rows, Tiling(64, block_k), Tiling(32, block_k))
+    kernel = TritonExperts(plans=(plan,))
+    assert kernel.refuse(weights, CPU, torch.float32) is None
+    mlp = kernel.prepare(weights, torch.float32)
+    expected = ExpertKernels(CPU, torch.float32, plain=True).prepare(weights).mlp
+    x = torch.randn(tokens, weights.hidden_size)
+    for spread in (1.0, 0.0):  # without a spread all tokens go to the same experts
+        logits = torch.randn(tokens, weights.routing.num_experts) * spread
+        torch.testing.assert_close(mlp.apply(x, logits), expected.apply(x, logits))
+
+
+ROUTING = Routing(num_experts=6, top_k=2, normalised=True)
+
+
+@inside
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (5, 1), (1, 16), (21, 16)])
+@pytest.mark.parametrize(
+    ("activation", "biased"),
+    [(ExpertActivation(), False), (CLAMPED, True), (ExpertActivation(kind="gelu_tanh"), True)],
+    ids=["silu", "clamped", "gelu"],
+)
+def test_experts(tokens: int, rows: int, activation: ExpertActivation, biased: bool) -> None:
+    check(make_weights(ROUTING, activation, biased=biased), tokens, rows)
+
+
+@inside
+def test_sizes_need_not_be_multiples_of_the_tile() -> None:
+    weights = make_weights(ROUTING, hidden=80, inner=48, biased=True)
+    check(weights, tokens=2, rows=1, block_k=64)
+    check(weights, tokens=19, rows=32, block_k=64)
+
+
+@inside
+def test_all_plans_compute_the_same() -> None:
+    from windlass.kernels.triton.experts import PLANS, TritonExperts
+
+    assert [plan.max_pairs for plan in PLANS] == sorted(plan.max_pairs for plan in PLANS)
+    weights = make_weights(replace(ROUTING, num_experts=2, top_k=1), hidden=32, inner=16)
+    x, logits = torch.randn(56, weights.hidden_size), torch.randn(56, 2)
+    mlp = TritonExperts().prepare(weights, torch.float32)
+    whole = mlp.apply(x, logits)
+    for tokens in (1, 15, 40):
+        torch.testing.assert_close(mlp.apply(x[:tokens], logits[:tokens]), whole[:tokens])
+
+
+@inside
+def test_refusals() -> None:
+    from windlass.kernels.triton.experts import TritonExperts
+
+    many = make_weights(Routing(num_experts=600, top_k=1), hidden=16, inner=16)
+    assert "600" in str(TritonExperts().refuse(many, CPU, torch.float32))
+    odd = make_weights(ROUTING, hidden=40)
+    assert "40 inputs" in str(TritonExperts().refuse(odd, CPU, torch.float32))

@@ -1,0 +1,188 @@
+"""Mixture-of-experts MLPs on CUDA: routing, two grouped GEMMs and a sum over the experts of a token.
+
+The number of tokens alone decides launches and tiles, so that graphs can be captured. With few
+(token, expert) pairs each pair is a tile, and only the chosen experts are read. With more, pairs are
+sorted by expert, and a tile has more rows the more pairs an expert has on average.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from windlass.kernels.experts import ExpertMLP, ExpertWeights
+from windlass.kernels.native.pool import Workers
+from windlass.kernels.packed import Packed
+from windlass.kernels.triton import pdl
+from windlass.kernels.triton.experts_kernels import combine_kernel, expert_gemm_kernel
+from windlass.kernels.triton.experts_routing import Tiles, route, single_pairs, sort_pairs
+
+_MAX_EXPERTS, _MAX_TOP_K = 512, 16
+_MIN_ROWS = 16  # of a tile: tensor cores multiply no fewer
+_COMBINED = 512  # outputs per program of the sum over experts
+_PREFETCH_BYTES = 8 * 2**20  # bytes of weights that the second GEMM prefetches
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A grouped GEMM's tile: weight rows, inputs per iteration, and launch options."""
+
+    outputs: int
+    block_k: int = 64
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the GEMMs run if experts have at most `max_pairs` pairs on average."""
+
+    max_pairs: float
+    rows: int  # pairs per tile; 1: pairs are not sorted
+    gate_up: Tiling
+    down: Tiling
+
+
+# In ascending order of `max_pairs`. Outputs of at least 64 keep the sums of all tilings equal: below,
+# Triton uses other instructions.
+PLANS = (
+    Plan(0.5, 1, Tiling(64, 128), Tiling(64, 128)),
+    Plan(8, 16, Tiling(64, 128), Tiling(64, 128)),
+    Plan(24, 32, Tiling(128, 64), Tiling(128, 64)),
+    Plan(96, 64, Tiling(128, 64), Tiling(128, 64)),
+    Plan(float("inf"), 128, Tiling(128, 64, warps=8), Tiling(128, 64, warps=8)),
+)
+
+
+class TritonExperts:
+    """Supports unquantised 16-bit experts."""
+
+    name = "triton experts"
+    batch_invariant = True
+
+    def __init__(self, workers: Workers | None = None, plans: Sequence[Plan] = PLANS) -> None:
+        del workers  # of native kernels
+        self._plans = plans
+
+    def refuse(
+        self, weights: ExpertWeights, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        if device.type != "cuda" and not _INTERPRETED:
+            return f"Triton needs CUDA, this is {device.type}"
+        if dtype == torch.float32 and not _INTERPRETED:
+            return "needs a 16-bit dtype, this is float32"
+        routing = weights.routing
+        if routing.num_experts > _MAX_EXPERTS or routing.top_k > _MAX_TOP_K:
+            return (
+                f"at most {_MAX_TOP_K} of {_MAX_EXPERTS} experts are supported, these are "
+                f"{routing.top_k} of {routing.num_experts}"
+            )
+        return _refuse_form(weights.gate_up) or _refuse_form(weights.down)
+
+    def prepare(self, weights: ExpertWeights, dtype: torch.dtype) -> TritonMLP:
+        return TritonMLP(weights, dtype, self._plans)
+
+
+def _refuse_form(form: Packed | Tensor) -> str | None:
+    if not isinstance(form, Tensor):
+        return f"{type(form).__name__} is not supported"
+    if form.shape[1] % 16:
+        return f"{form.shape[1]} inputs are not a multiple of 16"
+    return None
+
+
+class TritonMLP(ExpertMLP):
+    """Owns the weights of one layer, not repacked."""
+
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, plans: Sequence[Plan]) -> None:
+        assert isinstance(weights.gate_up, Tensor)
+        assert isinstance(weights.down, Tensor)
+        self._gate_up = weights.gate_up.to(dtype).contiguous()
+        self._down = weights.down.to(dtype).contiguous()
+        self._biases = tuple(
+            None if bias is None else bias.to(dtype).contiguous()
+            for bias in (weights.gate_up_bias, weights.down_bias)
+        )
+        bias = weights.correction_bias
+        self._correction_bias = None if bias is None else bias.float().contiguous()
+        self._routing, self._activation = weights.routing, weights.activation
+        self._plans = plans
+
+    def using(self, plans: Sequence[Plan]) -> TritonMLP:
+        """Return the same weights, multiplied with other plans."""
+        twin = copy(self)
+        twin._plans = plans
+        return twin
+
+    def tensors(self) -> Sequence[Tensor | None]:
+        return self._gate_up, self._down, *self._biases, self._correction_bias
+
+    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
+        routing = self._routing
+        num_pairs = x.shape[0] * routing.top_k
+        plan = next(p for p in self._plans if num_pairs <= p.max_pairs * routing.num_experts)
+        routed = route(logits, self._correction_bias, routing, counted=plan.rows > 1)
+        tiles = sort_pairs(routed, plan.rows) if plan.rows > 1 else single_pairs(routed)
+        inner = self._gemm(x, self._gate_up, self._biases[0], tiles, plan.gate_up, gated=True)
+        rows = self._gemm(inner, self._down, self._biases[1], tiles, plan.down, gated=False)
+        out = torch.empty_like(x)
+        combine_kernel[(x.shape[0], triton.cdiv(x.shape[1], _COMBINED))](
+            rows,
+            routed.weights,
+            out,
+            SIZE=x.shape[1],
+            TOP_K=routing.top_k,
+            WIDTH=_COMBINED,
+            num_warps=4,
+            **pdl.options(),
+        )
+        return out
+
+    def _gemm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiles: Tiles,
+        tiling: Tiling,
+        *,
+        gated: bool,
+    ) -> Tensor:
+        """The GEMM of all pairs, [pairs, I] if gated, else [pairs, H]."""
+        top_k, activation = self._routing.top_k, self._activation
+        num_out, size = weight.shape[0] // self._routing.num_experts, weight.shape[1]
+        num_pairs = x.shape[0] * top_k if gated else x.shape[0]
+        out = x.new_empty((num_pairs, num_out // 2 if gated else num_out))
+        prefetched = max(64, _PREFETCH_BYTES // (tiles.count * num_out) // 64 * 64)
+        expert_gemm_kernel[(triton.cdiv(num_out, tiling.outputs), tiles.count)](
+            x,
+            weight,
+            bias,
+            out,
+            tiles.experts,
+            tiles.num_rows,
+            tiles.pairs,
+            activation.alpha,
+            activation.limit,
+            min(size * weight.itemsize, prefetched),
+            N=num_out,
+            K=size,
+            TOP_K=top_k if gated else 1,
+            GATED=gated,
+            ORDER="interleaved" if activation.interleaved else "halves",
+            KIND=activation.kind,
+            ROWS=max(_MIN_ROWS, tiles.rows),
+            OUTPUTS=tiling.outputs,
+            BLOCK_K=tiling.block_k,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **pdl.options(),
+        )
+        return out

@@ -1,0 +1,231 @@
+"""Routing of mixture-of-experts MLPs on CUDA, and the order of (token, expert) pairs for their GEMMs.
+
+One kernel chooses the experts of a token. Pair p is expert p % k of token p // k. Few pairs need no
+order: each is a tile of its own. Many pairs are sorted by expert, and each expert's pairs fill whole
+tiles, so that a tile reads one expert. Sizes depend on the number of tokens only, so graphs can be
+captured. Integer atomics number the pairs of an expert, in any order: a pair's result does not
+depend on its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.experts import Routing
+from windlass.kernels.triton import pdl
+
+_CHUNK = 64  # pairs and tiles per program that sorts
+
+
+@triton.jit
+def _limited_to_groups(ranks, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+    """Replace the ranks [groups, experts of a group] outside of the best groups by -infinity."""
+    best, at = tl.max(ranks, 1, return_indices=True)
+    if TOP2:
+        others = tl.arange(0, ranks.shape[1])[None, :] != at[:, None]
+        best += tl.max(tl.where(others, ranks, float("-inf")), 1)
+    group = tl.arange(0, ranks.shape[0])
+    allowed = group < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        _value, chosen = tl.max(best, 0, return_indices=True)
+        allowed = allowed | (group == chosen)
+        best = tl.where(group == chosen, float("-inf"), best)
+    return tl.where(allowed[:, None], ranks, float("-inf"))
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    weights,
+    experts,
+    counts,
+    places,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    TOP_K_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the experts of one token; with `counts`, also number each expert's pairs."""
+    pdl.begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
+    group = tl.arange(0, GROUPS_PAD)[:, None]
+    member = tl.arange(0, SIZE_PAD)[None, :]
+    expert = group * GROUP_SIZE + member
+    inside = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    value = tl.load(logits + token * num_experts + expert, mask=inside, other=float("-inf"))
+    value = value.to(tl.float32)
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-value))
+    else:
+        scores = tl.exp(value - tl.max(tl.max(value, 1), 0))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    ranks = scores
+    if bias is not None:
+        ranks += tl.load(bias + expert, mask=inside, other=0.0)
+    ranks = tl.where(inside, ranks, float("-inf"))
+    if TOP_GROUPS < NUM_GROUPS:
+        ranks = _limited_to_groups(ranks, TOP_GROUPS, TOP2)
+    # Flat indices ascend with the expert's, so ties choose the lower expert.
+    flat = tl.reshape(ranks, [GROUPS_PAD * SIZE_PAD])
+    scores = tl.reshape(scores, [GROUPS_PAD * SIZE_PAD])
+    index = tl.arange(0, GROUPS_PAD * SIZE_PAD)
+    slot = tl.arange(0, TOP_K_PAD)
+    chosen = slot * 0
+    kept = slot * 0.0
+    for i in tl.static_range(TOP_K):
+        _best, at = tl.max(flat, 0, return_indices=True)
+        score = tl.sum(tl.where(index == at, scores, 0.0), 0)
+        flat = tl.where(index == at, float("-inf"), flat)
+        # NaN logits must not lead outside of the weights.
+        which = tl.minimum(at // SIZE_PAD * GROUP_SIZE + at % SIZE_PAD, num_experts - 1)
+        chosen = tl.where(slot == i, which, chosen)
+        kept = tl.where(slot == i, score, kept)
+    if NORMALISED:
+        kept = kept / (tl.sum(kept, 0) + 1e-20)
+    used = slot < TOP_K
+    tl.store(weights + token * TOP_K + slot, kept * scale, mask=used)
+    tl.store(experts + token * TOP_K + slot, chosen, mask=used)
+    if counts is not None:
+        place = tl.atomic_add(counts + chosen, 1, mask=used, sem="relaxed")
+        tl.store(places + token * TOP_K + slot, place, mask=used)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def sort_kernel(
+    experts,
+    counts,
+    places,
+    pairs,
+    tile_experts,
+    tile_rows,
+    num_pairs,
+    num_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write CHUNK pairs to the tiles of their experts, and describe CHUNK tiles."""
+    pdl.begin(PDL)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    each = tl.arange(0, EXPERTS_PAD)
+    count = tl.load(counts + each, mask=each < NUM_EXPERTS, other=0)
+    tiles = (count + ROWS - 1) // ROWS
+    ends = tl.cumsum(tiles, 0)
+    first = ends - tiles
+    expert = tl.load(experts + at, mask=at < num_pairs, other=0)
+    place = tl.load(places + at, mask=at < num_pairs, other=0)
+    start = tl.sum(tl.where(expert[:, None] == each[None, :], first[None, :], 0), 1)
+    tl.store(pairs + start * ROWS + place, at, mask=at < num_pairs)
+    # A tile belongs to the first expert whose tiles end behind it; tiles behind all are empty.
+    expert = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
+    own = expert[:, None] == each[None, :]
+    rows = tl.sum(tl.where(own, count[None, :] - (at[:, None] - first[None, :]) * ROWS, 0), 1)
+    tl.store(tile_experts + at, expert, mask=at < num_tiles)
+    tl.store(tile_rows + at, tl.minimum(rows, ROWS), mask=at < num_tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of a grouped GEMM: `rows` pairs of one expert each, or single pairs in their order."""
+
+    rows: int
+    count: int
+    experts: Tensor  # int32 [count]
+    num_rows: Tensor | None = None  # int32 [count], 0 to `rows`; None: a tile is one pair
+    pairs: Tensor | None = None  # int32 [count * rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of each token and their weights."""
+
+    weights: Tensor  # float32 [T, k]
+    experts: Tensor  # int32 [T, k]
+    counts: Tensor | None  # int32 [E]: pairs per expert, if they are to be sorted
+    places: Tensor | None  # int32 [T, k]: the number of a pair among its expert's
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, counted: bool = False) -> Routed:
+    """Choose the experts of each token; with `counted` the pairs can be sorted."""
+    tokens, top_k = logits.shape[0], routing.top_k
+    weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
+    experts = logits.new_empty((tokens, top_k), dtype=torch.int32)
+    counts = places = None
+    if counted:
+        counts = logits.new_zeros(routing.num_experts, dtype=torch.int32)
+        places = torch.empty_like(experts)
+    limited = routing.top_groups < routing.num_groups
+    num_groups = routing.num_groups if limited else 1
+    group_size = routing.num_experts // num_groups
+    route_kernel[(tokens,)](
+        logits,
+        bias,
+        weights,
+        experts,
+        counts,
+        places,
+        routing.scale,
+        NUM_GROUPS=num_groups,
+        GROUP_SIZE=group_size,
+        TOP_GROUPS=routing.top_groups if limited else 1,
+        TOP2=routing.group_score == "top2",
+        TOP_K=top_k,
+        SIGMOID=routing.score == "sigmoid",
+        NORMALISED=routing.normalised,
+        GROUPS_PAD=triton.next_power_of_2(num_groups),
+        SIZE_PAD=triton.next_power_of_2(group_size),
+        TOP_K_PAD=triton.next_power_of_2(top_k),
+        num_warps=1,
+        **pdl.options(),
+    )
+    return Routed(weights, experts, counts, places)
+
+
+def single_pairs(routed: Routed) -> Tiles:
+    """A tile for each pair."""
+    return Tiles(rows=1, count=routed.experts.numel(), experts=routed.experts)
+
+
+def sort_pairs(routed: Routed, rows: int) -> Tiles:
+    """Sort the pairs by expert, in tiles of `rows` pairs."""
+    assert routed.counts is not None, "only counted pairs can be sorted"
+    num_experts, num_pairs = len(routed.counts), routed.experts.numel()
+    # Each expert has at most one tile that is not full.
+    count = min(num_pairs, num_pairs // rows + num_experts)
+    experts = routed.experts.new_empty(count)
+    num_rows = torch.empty_like(experts)
+    pairs = experts.new_empty(count * rows)
+    sort_kernel[(triton.cdiv(num_pairs, _CHUNK),)](
+        routed.experts,
+        routed.counts,
+        routed.places,
+        pairs,
+        experts,
+        num_rows,
+        num_pairs,
+        count,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        ROWS=rows,
+        CHUNK=_CHUNK,
+        num_warps=4,
+        **pdl.options(),
+    )
+    return Tiles(rows=rows, count=count, experts=experts, num_rows=num_rows, pairs=pairs)
