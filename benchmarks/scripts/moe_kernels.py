@@ -157,7 +157,7 @@ class Layers:
             self._layers.append(kernel.prepare(random_weights(model, form), DTYPE))
 
     def time(self, tokens: int, plans: Sequence[Plan] = PLANS) -> float:
-        return microseconds([layer.using(plans) for layer in self._layers], self.model, tokens)
+        return microseconds([layer.with_plans(plans) for layer in self._layers], self.model, tokens)
 
     def report(self, name: str, tokens: int, took: float) -> str:
         """One line: time, bytes that must be read, and how close that is to the limits."""

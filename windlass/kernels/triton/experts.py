@@ -115,7 +115,7 @@ class TritonMLP(ExpertMLP):
         self._routing, self._activation = weights.routing, weights.activation
         self._plans = plans
 
-    def using(self, plans: Sequence[Plan]) -> TritonMLP:
+    def with_plans(self, plans: Sequence[Plan]) -> TritonMLP:
         """Return the same weights, multiplied with other plans."""
         twin = copy(self)
         twin._plans = plans
