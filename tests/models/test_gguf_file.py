@@ -154,7 +154,7 @@ def test_llama3_rope_factors_are_read(tmp_path):
         ({"general.architecture": "mamba"}, UnsupportedError, "'mamba' is not supported"),
         ({"llama.attention.head_count": 0}, CheckpointError, "attention.head_count is 0"),
         ({"llama.context_length": "long"}, CheckpointError, "context_length is 'long'"),
-        ({"llama.expert_count": 8}, UnsupportedError, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, CheckpointError, "num_experts_per_tok"),
         ({"llama.attention.value_length": 32}, UnsupportedError, "head size of keys is 64"),
         ({"llama.block_count": None}, CheckpointError, "field 'block_count' is missing"),
         ({"llama.attention.head_count_kv": [1, 2]}, UnsupportedError, "differs between layers"),

@@ -20,6 +20,29 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GRANITE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        **YARN_ROPE,
+        "rope_theta": 10000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 CASES = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
     "llama3": ("Llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
@@ -37,6 +60,9 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-moe": ("Qwen3Moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3-moe-dense-layer": ("Qwen3Moe", {**MOE, "head_dim": 16, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "granite-moe": ("GraniteMoe", GRANITE),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 24}),
 }
 

@@ -17,6 +17,7 @@ from windlass.quant import bitsandbytes, compressed_tensors
 from windlass.quant.awq import Awq
 from windlass.quant.fp8 import Fp8
 from windlass.quant.gptq import Gptq
+from windlass.quant.mxfp4 import Mxfp4
 from windlass.quant.packed_method import FileMethod
 from windlass.quant.settings import Settings, matches_any
 
@@ -79,10 +80,18 @@ def _unless_skipped(skipped: tuple[str, ...], method: FileMethod, module: str) -
     return None if matches_any(module, skipped) else method
 
 
+def _mxfp4(settings: Settings, linears: Linears) -> MethodOf:
+    """Only experts are quantised, whatever modules_to_not_convert lists."""
+    del settings
+    method = Mxfp4(linears)
+    return lambda module: method if ".experts." in module else None
+
+
 _READERS: dict[str, Callable[[Settings, Linears], MethodOf]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": compressed_tensors.read,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

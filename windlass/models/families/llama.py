@@ -6,6 +6,7 @@ from typing import Any
 
 from windlass.errors import UnsupportedError
 from windlass.models.families.base import Family, GGUFFamily, read_decoder
+from windlass.models.families.moe import EXPERT_NAMES
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams
@@ -28,18 +29,21 @@ def _mistral(fields: Fields, architecture: str) -> HParams:
     return read_decoder(fields, architecture, windows=(window,) * layers)
 
 
-def _gguf_window(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
-    """A llama file with a sliding window is a Mistral model."""
-    if keys.count("expert_count", 0):
-        raise UnsupportedError(
-            f"{header.path}: mixture-of-experts files of llama are not supported."
-        )
+def _gguf_variant(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    """A llama file with a sliding window is a Mistral model, and one with experts a Mixtral."""
     window = keys.count("attention.sliding_window", 0)
-    if not window:
-        return {}
-    return {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    found: dict[str, Any] = {"sliding_window": window} if window else {}
+    if keys.count("expert_count", 0):
+        if "blk.0.ffn_gate.0.weight" in header.tensors:
+            raise UnsupportedError(
+                f"{header.path}: has a tensor for each expert, as old versions of llama.cpp wrote "
+                "them; only stacked experts are supported. Convert the model again."
+            )
+        names = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+        return found | keys.renamed(names) | {"architectures": ["MixtralForCausalLM"]}
+    return found | {"architectures": ["MistralForCausalLM"]} if window else {}
 
 
-_GGUF = GGUFFamily(config=_gguf_window, permuted=True)
+_GGUF = GGUFFamily(names=EXPERT_NAMES, config=_gguf_variant, permuted=True)
 LLAMA = Family(model_type="llama", read=_llama, gguf=_GGUF)
 MISTRAL = Family(model_type="mistral", read=_mistral, gguf=_GGUF)

@@ -11,6 +11,13 @@ from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.tensor_rules import Rows, Rule
 
+# Modules of a layer by their GGUF names.
+EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 # Fields of the numbers of experts; libraries differ in the first.
 _TOTALS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -71,6 +78,6 @@ def gguf_expert_rules(hparams: HParams) -> list[Rule]:
         rule
         for part, rows in sizes.items()
         for rule in stacked_expert_rules(
-            rf"(.*\.experts)\.{part}\.weight", rf"\1.{{expert}}.{part}.weight", count, rows
+            rf"(.*\.experts)\.{part}\.(weight|bias)", rf"\1.{{expert}}.{part}.\2", count, rows
         )
     ]

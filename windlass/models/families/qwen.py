@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from windlass.core.moe import Routing
 from windlass.errors import CheckpointError
 from windlass.models.families.base import Family, GGUFFamily, layer_windows, read_decoder
-from windlass.models.families.moe import gguf_expert_rules, gguf_experts, read_routing
+from windlass.models.families.moe import EXPERT_NAMES, gguf_expert_rules, gguf_experts, read_routing
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams, MoEHParams
-from windlass.models.tensor_rules import Rule
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:
@@ -104,16 +102,6 @@ def _gguf_shared(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     return found | {"shared_expert_intermediate_size": shared}
 
 
-def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
-    return gguf_expert_rules(hparams)
-
-
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
 _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -125,10 +113,12 @@ QWEN3 = Family(model_type="qwen3", read=_qwen3, gguf=GGUFFamily(config=_no_gguf_
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     read=_qwen2_moe,
-    gguf=GGUFFamily(names={**_EXPERTS, **_SHARED}, config=_gguf_shared, rules=_gguf_rules),
+    gguf=GGUFFamily(
+        names={**EXPERT_NAMES, **_SHARED}, config=_gguf_shared, rules=gguf_expert_rules
+    ),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     read=_qwen3_moe,
-    gguf=GGUFFamily(names=_EXPERTS, config=_gguf_moe, rules=_gguf_rules),
+    gguf=GGUFFamily(names=EXPERT_NAMES, config=_gguf_moe, rules=gguf_expert_rules),
 )

@@ -14,8 +14,11 @@ from windlass.models.hparams import HParams
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
+    "GptOssForCausalLM": "gpt_oss:GPT_OSS",
+    "GraniteMoeForCausalLM": "granite_moe:GRANITE_MOE",
     "LlamaForCausalLM": "llama:LLAMA",
     "MistralForCausalLM": "llama:MISTRAL",
+    "MixtralForCausalLM": "mixtral:MIXTRAL",
     "Qwen2ForCausalLM": "qwen:QWEN2",
     "Qwen2MoeForCausalLM": "qwen:QWEN2_MOE",
     "Qwen3ForCausalLM": "qwen:QWEN3",
@@ -23,6 +26,8 @@ _FAMILIES = {
 }
 # By llama.cpp's name.
 _GGUF = {
+    "gpt-oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
