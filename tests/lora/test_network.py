@@ -70,26 +70,33 @@ def test_mixed_batches_match_single_adapters(folder: Path, options: dict) -> Non
             assert_near(mixed[i], parts.scores(PROMPTS, alone, chunks)[i])
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4", "quantize_head": True}], ids=str)
-def test_captured_programs_match_eager(folder: Path, options: dict) -> None:
-    """Rows with and without adapters, prefill and decode; the reference kernels agree."""
-    found = []
+@pytest.mark.parametrize("adapters", [ADAPTERS, []], ids=["adapters", "base"])
+def test_captured_programs_match_eager(
+    tmp_path: Path, adapters: list[Adapter], options: dict, bias: bool
+) -> None:
+    """Rows with and without adapters, prefill and decode: the same bits; the reference kernels agree."""
+    folder = write_plain(tmp_path / "base", attention_bias=bias, mlp_bias=bias)
+    found, num_slots = [], 1 + len(adapters)
     modes: list[dict[str, bool]] = [{"enforce_eager": False}, {}, {"plain_kernels": True}]
     for mode in modes[: 2 if options else 3]:
-        parts = Parts(folder, ADAPTERS, **options, **mode)
+        parts = Parts(folder, adapters, **options, **mode)
         admitted = [parts.admit(prompt, logprobs=2) for prompt in PROMPTS]
         scores = []
         for start, count in ((0, 3), (3, 1), (4, 100)):
             live = [one for one in admitted if len(one.tokens) > start]
             rows = [
-                parts.row(one, start, min(count, len(one.tokens) - start), int(one.slot) % 4)
+                parts.row(
+                    one, start, min(count, len(one.tokens) - start), int(one.slot) % num_slots
+                )
                 for one in live
             ]
             for result in parts.run(rows, admitted if start == 0 else ()):
                 scores += [each.logprob for each in result.logprobs or []]
         found.append(scores)
     assert len(found[0]) == len(PROMPTS)
-    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[1] == found[0]
     assert found[-1] == pytest.approx(
         found[0], abs=0.02
     )  # the reference attention computes in float32

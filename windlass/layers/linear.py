@@ -70,15 +70,24 @@ class Linear(StoredWeight):
         return self.gemms[0].prepared.raw(x)
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
-        if adapters is None or self.lora is None:
-            y = self.method.apply(self, x)
-        else:
-            assert isinstance(x, Tensor)  # steps with adapters never quantise inputs
-            low = self.lora.begin(x, adapters)
-            y = self.lora.end(self.method.apply(self, x), low, adapters)
+        if adapters is not None and self.lora is not None:
+            return self._adapted(x, self.lora, adapters)
+        y = self.method.apply(self, x)
         if self.is_partial:
             y = self.group.all_reduce(y)
+        return self._biased(y)
+
+    def _biased(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias
+
+    def _adapted(self, x: Inputs, lora: Lora, adapters: AdapterRows) -> Tensor:
+        assert isinstance(x, Tensor)  # steps with adapters never quantise inputs
+        low = lora.begin(x, adapters)
+        y = self.method.apply(self, x)
+        if self.is_partial:
+            return self._biased(self.group.all_reduce(lora.end(y, low, adapters)))
+        # The bias comes first: the GEMMs of recorded programs add it.
+        return lora.end(self._biased(y), low, adapters)
 
     def then(
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None

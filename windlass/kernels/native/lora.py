@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows
+from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.lora import LoraKernel, Stacks
 from windlass.kernels.native.commands import Call, Op, Step
 from windlass.kernels.native.pool import Pool
@@ -36,6 +38,18 @@ class NativeLora(LoraKernel):
         slots = adapters.slots.to(torch.int32).contiguous()
         self._pool.run(call, Step(num_tokens=len(y), adapters=slots.data_ptr()))
         return y
+
+    def then(
+        self,
+        y: Tensor,
+        low: Tensor,
+        stacks: Stacks,
+        adapters: AdapterRows,
+        residual: Tensor,
+        norm: Norm,
+    ) -> tuple[Inputs, Tensor]:
+        """Add the deltas to the residual, after y: the GEMM of a recorded step adds y to it."""
+        return norm.add(self.end(residual.add_(y), low, stacks, adapters), None, unquantised=True)
 
     def _shape(self, stacks: Stacks) -> Tensor:
         """Return inputs, parts, maximum rank, stride of the slots' ranks, outputs of each part."""

@@ -1,7 +1,7 @@
 """Records the native calls of a model's forward without computing.
 
-Torch operators on tensors of the step are intercepted too. Concatenation and bias become part of a call;
-any other operator makes the step unrecordable, and the error names it.
+Torch operators on tensors of the step are intercepted too. Concatenation, bias and the addition to a residual become
+part of a call; any other operator makes the step unrecordable, and the error names it.
 """
 
 from __future__ import annotations
@@ -120,12 +120,14 @@ class Recording(TorchDispatchMode):
             self._concatenate(args[0], result)
         elif func == _aten.add.Tensor and not kwargs:
             self._add_bias(args[0], args[1], result)
+        elif func == _aten.add_.Tensor and not kwargs and len(tracked) == 2:
+            self._add_to_residual(args[0], args[1])
         else:
             raise Unrecordable(f"{func} is not native")
         return result
 
     def _producers(self, tensor: Tensor) -> list[Recorded]:
-        """Return the GEMMs and LoRA calls that wrote a tensor, if no other call uses it."""
+        """Return the GEMMs that wrote a tensor, if no other call uses it."""
         buffer = self._buffers.get(tensor.data_ptr())
         users = _users(self.calls, buffer)
         if not users or not _all_produce(users, buffer):
@@ -153,13 +155,17 @@ class Recording(TorchDispatchMode):
         sum_buffer = self._track(result, len(x), producers[0].rows)
         for producer in producers:
             producer.buffers[1] = sum_buffer
-            if producer.op != Op.LINEAR:
-                continue
             call = producer.call
             first, y = call.sizes[1], call.step_tensors[1]
             assert y is not None
             part = bias[first : first + y.shape[1]]
             producer.call = replace(call, model_tensors=[call.model_tensors[0], part])
+
+    def _add_to_residual(self, residual: Tensor, y: Tensor) -> None:
+        producers = self._producers(y)
+        if any(_has_bias(producer) for producer in producers):
+            raise Unrecordable("aten.add_ of GEMMs with a bias is not native")
+        _add_to(self.buffer_of(residual), producers)
 
 
 def _is_view(func: Any, tensor: Tensor, result: Any) -> bool:
@@ -193,13 +199,28 @@ def _users(calls: list[Recorded], buffer: Buffer | None) -> list[Recorded]:
 
 
 def _all_produce(calls: list[Recorded], buffer: Buffer | None) -> bool:
-    """Whether all calls are GEMMs or LoRA calls that write the buffer and do not read it."""
+    """Whether all calls are GEMMs that write the buffer and do not read it.
+
+    Not LoRA calls: what is added after one cannot move into the GEMM, in another order of sums.
+    """
     return all(
-        current.op in (Op.LINEAR, Op.LORA)
+        current.op == Op.LINEAR
         and current.buffers[1] is buffer
         and current.buffers[0] is not buffer
         for current in calls
     )
+
+
+def _has_bias(gemm: Recorded) -> bool:
+    """Whether a GEMM adds a bias, which it would add after the residual."""
+    return len(gemm.call.model_tensors) > 1
+
+
+def _add_to(buffer: Buffer, gemms: list[Recorded]) -> None:
+    """Make GEMMs add to a buffer instead of writing their own."""
+    for gemm in gemms:
+        gemm.buffers[1] = buffer
+        gemm.set_size(2, gemm.call.sizes[2] | LinearFlag.ADD_TO_Y)
 
 
 def _fuse_residual_add(calls: list[Recorded]) -> list[Recorded]:
@@ -211,10 +232,10 @@ def _fuse_residual_add(calls: list[Recorded]) -> list[Recorded]:
         producers = [other for other in _users(calls, x) if other is not current]
         if not producers or not _all_produce(producers, x):
             continue
-        for producer in producers:
-            producer.buffers[1] = residual
-            if producer.op == Op.LINEAR:
-                producer.set_size(2, producer.call.sizes[2] | LinearFlag.ADD_TO_Y)
+        if any(_has_bias(producer) for producer in producers):
+            continue
+        assert residual is not None
+        _add_to(residual, producers)
         current.call = replace(current.call, op=Op.NORM)
         current.buffers = [residual, out]
     return calls
