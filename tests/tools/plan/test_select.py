@@ -16,6 +16,8 @@ from tests.quant.folders import FFN, HIDDEN, loaded, rewrite, write_plain
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.folders import cache_dir
+from windlass.kernels.native import compiled, pool
 from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
 from windlass.tools.plan import Plan, select_quantization
@@ -212,6 +214,15 @@ def test_a_window_bounds_the_kv_cache(tmp_path: Path) -> None:
     assert memory["KV cache"] == windowed.options["kv_cache_memory_bytes"]
 
 
+@pytest.fixture
+def native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the native library from the user's cache wherever WINDLASS_CACHE points to: compiling it
+    takes a minute.
+    """
+    monkeypatch.setattr(pool, "load", partial(compiled.load, cache_dir()))
+
+
+@pytest.mark.usefixtures("native_library")
 def test_measured_machine_is_cached(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +243,7 @@ def test_measured_machine_is_cached(
         assert ask().machine.source == "measured now"
 
 
+@pytest.mark.usefixtures("native_library")
 def test_unwritable_cache_is_no_error(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
