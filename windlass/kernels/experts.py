@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _CANDIDATES: dict[str, tuple[str, ...]] = {
-    "cpu": (),
+    "cpu": ("windlass.kernels.native.experts:NativeExperts",),
     "cuda": ("windlass.kernels.triton.experts:TritonExperts",),
 }
 _REFERENCE = "windlass.kernels.reference_experts:ReferenceExperts"
@@ -74,6 +74,11 @@ class ExpertMLP(ABC):
 
     def storages(self) -> Iterator[Held]:
         return held("weights", *self.tensors())
+
+    @property
+    def coarse_prompts(self) -> bool:
+        """Whether activations of prompt tokens are quantised more coarsely than others."""
+        return False
 
     def using(self, workers: Workers) -> ExpertMLP:
         """The same weights for another engine, computed by its workers."""

@@ -13,11 +13,12 @@ from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
-from windlass.kernels.experts import ExpertKernels, PreparedExperts
+from windlass.kernels.experts import ExpertKernels, ExpertMLP, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops, choose_ops
+from windlass.kernels.prepared import Prepared
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
 from windlass.layers.stored import StoredWeight
@@ -436,9 +437,12 @@ class _Maker:
 
     def _rounds_coarsely(self) -> bool:
         """Whether prompt activations are quantised coarsely; adds a start-up line."""
-        modules = self._loaded.network.modules()
-        layers = [module for module in modules if isinstance(module, Linear)]
-        prepared = [gemm.prepared for layer in layers for gemm in layer.gemms]
+        prepared: list[Prepared | ExpertMLP] = []
+        for module in self._loaded.network.modules():
+            if isinstance(module, Linear):
+                prepared += [gemm.prepared for gemm in module.gemms]
+            elif isinstance(module, ExpertStack) and module.prepared is not None:
+                prepared.append(module.prepared.mlp)
         count = sum(each.coarse_prompts for each in prepared)
         if count == 0:
             return False

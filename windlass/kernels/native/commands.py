@@ -31,6 +31,7 @@ class Op(IntEnum):
     ARGMAX = 9
     LORA = 10
     SAMPLE = 11
+    EXPERTS = 12
 
 
 class LinearFlag(IntFlag):
@@ -71,6 +72,7 @@ WRITTEN = {
     Op.GATHER: (1,),
     Op.ARGMAX: (1,),
     Op.LORA: (1,),
+    Op.EXPERTS: (1,),
 }
 
 

@@ -102,8 +102,11 @@ class NativeLinear:
         """Return another engine's weight, multiplied on this kernel's pool."""
         return gemm.on(self._workers.pool)
 
-    def prepare(self, form: Packed | Tensor) -> NativeGemm:
-        """Pack a form, or an unquantised weight (16-bit, else float32)."""
+    def prepare(self, form: Packed | Tensor, num_stacked: int = 1) -> NativeGemm:
+        """Pack a form, or an unquantised weight (16-bit, else float32).
+
+        `num_stacked` weights are stacked along the outputs.
+        """
         pool = self._workers.pool
         if isinstance(form, Tensor) and not _keeps_16_bits(pool, form):
             form = form.float()
@@ -114,7 +117,8 @@ class NativeLinear:
         source = _source(form)
         self._has_4_bits |= source.kind in (_Kind.INT4, _Kind.CODEBOOK4)
         # Where all other GEMMs quantise once, a head that quantises twice takes a tenth of the step.
-        if self._has_4_bits and form.shape[0] >= _HEAD_OUTPUTS * form.shape[1]:
+        head_outputs = _HEAD_OUTPUTS * form.shape[1] * num_stacked
+        if self._has_4_bits and form.shape[0] >= head_outputs:
             source = replace(source, quantise_once=True)
         return NativeGemm(pool, source)
 
@@ -130,8 +134,8 @@ class NativeGemm(RowReader):
         input_scale: Tensor | None = None,
     ) -> None:
         self._pool = pool
-        self._activation: Activation = activation
-        self._input_scale = None if input_scale is None else input_scale.float().contiguous()
+        self.activation: Activation = activation
+        self.input_scale = None if input_scale is None else input_scale.float().contiguous()
         self._perm = source.perm
         self._table = source.table
         num_out = source.codes.shape[0]
@@ -179,7 +183,7 @@ class NativeGemm(RowReader):
         return is_int4 and bool(self._pool.functions.windlass_has_prompt_gemm())
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self._data, self._perm, self._table, self._input_scale
+        return self._data, self._perm, self._table, self.input_scale
 
     @property
     def address(self) -> int:
@@ -194,13 +198,13 @@ class NativeGemm(RowReader):
         out = torch.empty(rows, num_out)
         scales = None
         flags = LinearFlag.STEP_ROWS if self._pool.has_step else LinearFlag(0)
-        if self._activation != "none":
+        if self.activation != "none":
             codes, scales = torch.empty_like(x32), torch.empty(rows, 1)
             quantise = Call(
                 Op.QUANTISE,
                 rows,
                 step_tensors=(x32, codes, scales),
-                model_tensors=(self._input_scale,),
+                model_tensors=(self.input_scale,),
                 sizes=(num_in,),
             )
             self._pool.run(quantise)

@@ -15,6 +15,7 @@
 //   argmax    x, out (int32)                                               width
 //   lora      x, y                          down, up, ranks, shape, scales
 //   sample    x, out (int32)                params, keys                   width
+//   experts   x, out, logits                experts (experts.h)            flags of linear
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
@@ -41,6 +42,7 @@ enum Op : int32_t {
   kArgmax,
   kLora,
   kSample,
+  kExperts,
 };
 
 // Storage types.

@@ -18,8 +18,8 @@ constexpr int kAmxPanels = kAmxRows / kPanelRows;
 struct GemmArgs {
   Pool& pool;
   const Weight& w;
-  const uint8_t* panels;  // rows of x, 4 per panel
-  size_t panel_bytes;
+  const uint8_t* panels = nullptr;  // rows of x, 4 per panel
+  size_t panel_bytes = 0;
   const uint8_t* outliers = nullptr;  // per row, or null: see panels.h
   size_t outlier_bytes = 0;
   // Outliers by input, for every chunk of panels; null below kMinUnpackRows.
@@ -56,6 +56,7 @@ struct GemmArgs {
 void int_gemm(const GemmArgs& job);
 void float_gemm(const GemmArgs& job);
 void bf16_gemm(const GemmArgs& job);
+void prompt_gemm(const GemmArgs& job);
 
 // From this many rows on, a tile is unpacked once for all of them.
 constexpr int kMinUnpackRows = 6;

@@ -40,6 +40,8 @@ bool execute(const Run& run) {
       return run_lora(run);
     case kSample:
       return run_sample(run);
+    case kExperts:
+      return run_experts(run);
     default:
       return false;
   }

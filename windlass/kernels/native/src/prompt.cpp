@@ -3,11 +3,10 @@
 // A tile is requantised to int8, one prompt block at a time, with one scale per output: the inner
 // loop then has integer operations only. Outliers are multiplied with the int4 weights in float32.
 
-#include "prompt.h"
-
 #include <cstring>
 
 #include "dots.h"
+#include "gemm.h"
 #include "outliers.h"
 #include "prompt_neon.h"
 #include "prompt_panels.h"
@@ -214,46 +213,8 @@ void multiply_prompt(const GemmArgs& job) {
 }  // namespace
 }  // namespace tile
 
-bool run_prompt_gemm(const LinearRows& linear) {
-  const Weight& w = linear.w;
-  const size_t panel_bytes = PromptSizes(w).all();
-  const int panels = ceil_div(linear.count, kPanelRows);
-  // Even, since panels are multiplied in pairs.
-  const int panels_per_chunk = round_up(choose_panels_per_chunk(linear.count, panel_bytes,
-                                                                512 << 10, kMaxPanels), 2);
-  const int chunks = ceil_div(panels, panels_per_chunk);
-  const size_t all_panels = static_cast<size_t>(panels) * panel_bytes;
-  const int max_outliers = max_prompt_outliers(w);
-  const size_t row_bytes = outlier_bytes(max_outliers);
-  const size_t all_rows = (static_cast<size_t>(linear.count) * row_bytes + 63) / 64 * 64;
-  const size_t chunk_bytes = column_bytes(w, max_outliers, panels_per_chunk * kPanelRows);
-  uint8_t* memory =
-      linear.run.pool.buffer(all_panels + all_rows + chunk_bytes * static_cast<size_t>(chunks));
-  if (memory == nullptr) return false;
-  uint8_t* by_row = memory + all_panels;
-  uint8_t* columns = by_row + all_rows;
-  linear.run.pool.each(panels, 1, [&](int begin, int end) {
-    for (int p = begin; p < end; ++p) {
-      const int count = std::min(kPanelRows, linear.count - p * kPanelRows);
-      fill_prompt_panel(w, linear.inputs(p * kPanelRows, count), count,
-                        memory + static_cast<size_t>(p) * panel_bytes,
-                        by_row + static_cast<size_t>(p) * kPanelRows * row_bytes);
-    }
-  });
-  const int rows_per_chunk = panels_per_chunk * kPanelRows;
-  linear.run.pool.each(chunks, 1, [&](int begin, int end) {
-    for (int i = begin; i < end; ++i) {
-      gather_columns(w, by_row + static_cast<size_t>(i * rows_per_chunk) * row_bytes, max_outliers,
-                     std::min(rows_per_chunk, linear.count - i * rows_per_chunk), rows_per_chunk,
-                     columns + static_cast<size_t>(i) * chunk_bytes);
-    }
-  });
-  GemmArgs job = linear.gemm(memory, panel_bytes, panels_per_chunk);
-  job.gain = w.gain;
-  job.columns = columns;
-  job.column_bytes = chunk_bytes;
-  w.has_offsets ? tile::multiply_prompt<true>(job) : tile::multiply_prompt<false>(job);
-  return true;
+void prompt_gemm(const GemmArgs& job) {
+  job.w.has_offsets ? tile::multiply_prompt<true>(job) : tile::multiply_prompt<false>(job);
 }
 
 }  // namespace windlass

@@ -1,8 +1,9 @@
-// Operations on single rows: embedding, norms, SiLU, quantisation, copies, argmax.
+// Operations on single rows: embedding, norms, quantisation, copies, argmax.
 
 #include <cmath>
 #include <cstring>
 
+#include "row_vectors.h"
 #include "run.h"
 #include "vector_math.h"
 #include "weight.h"
@@ -10,31 +11,6 @@
 namespace windlass {
 
 namespace {
-
-// The end of a row whose width is no multiple of 8.
-struct Tail {
-  float v[kLanes] = {};
-
-  Tail(const float* p, int count) { std::memcpy(v, p, static_cast<size_t>(count) * 4); }
-};
-
-template <class Body>
-inline void each_vector(int width, const Body& body) {
-  int i = 0;
-  for (; i + kLanes <= width; i += kLanes) body(i, kLanes);
-  if (i < width) body(i, width - i);
-}
-
-inline F32x8 load_tail(const float* p, int count) {
-  return count == kLanes ? load(p) : load(Tail(p, count).v);
-}
-
-inline void store_tail(float* p, F32x8 x, int count) {
-  if (count == kLanes) return store(p, x);
-  float v[kLanes];
-  store(v, x);
-  std::memcpy(p, v, static_cast<size_t>(count) * 4);
-}
 
 float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
   float v[kLanes];
@@ -195,44 +171,6 @@ void rms_norm(const float* x, const float* weight, int width, float eps, float* 
   });
 }
 
-namespace {
-
-// The exponential takes fewer operations than that of vector_math.h: relative error 1e-7, plus 2e-8
-// per unit of the gate.
-WINDLASS_INLINE F32x8 silu_mul_vector(F32x8 g, F32x8 up) {
-  // exp2_int covers n from -127 (exp(x) = 0) to 128 (exp(x) = infinity).
-  const F32x8 x = clamp_min(sub(zero(), clamp_min(g, splat(-89.0f))), splat(-88.0f));
-  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-  const F32x8 magic = splat(12582912.0f), bits = splat(1.44269504f);
-  const F32x8 shifted = fma(magic, x, bits);
-  const F32x8 r = fma(sub(magic, shifted), x, bits);
-  F32x8 p = fma(splat(1.3399931e-3f), splat(1.5345812e-4f), r);
-  p = fma(splat(9.618489e-3f), p, r);
-  p = fma(splat(5.5503286e-2f), p, r);
-  p = fma(splat(2.4022646e-1f), p, r);
-  p = fma(splat(6.931472e-1f), p, r);
-  p = fma(splat(1.0f), p, r);
-  return mul(divide(g, fma(splat(1.0f), p, exp2_int(shifted))), up);
-}
-
-}  // namespace
-
-void silu_mul(const float* gates, const float* up, int width, float* out) {
-  int i = 0;
-  // Two vectors at a time: each is a long dependency chain.
-  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
-    const F32x8 first = silu_mul_vector(load(gates + i), load(up + i));
-    const F32x8 second = silu_mul_vector(load(gates + i + kLanes), load(up + i + kLanes));
-    store(out + i, first);
-    store(out + i + kLanes, second);
-  }
-  each_vector(width - i, [&](int k, int count) {
-    const F32x8 some = silu_mul_vector(load_tail(gates + i + k, count),
-                                       load_tail(up + i + k, count));
-    store_tail(out + i + k, some, count);
-  });
-}
-
 bool run_embed(const Run& run) {
   const int width = run.size(0);
   const Type type = static_cast<Type>(run.size(1));
@@ -278,31 +216,22 @@ bool run_add_norm(const Run& run) {
   return true;
 }
 
-bool run_silu_mul(const Run& run) {
-  const int width = run.size(0);
-  run.each_row(8 * width, [&](int row) {
-    const float* x = row_of(run.step_tensor(0), row, 2 * width);
-    silu_mul(x, x + width, width, row_of(run.step_tensor(1), row, width));
-  });
-  return true;
+float quantise_row(const float* x, const float* given, int width, float* out) {
+  const float peak = max_abs(x, width);
+  float scale = given != nullptr ? *given : std::max(peak / 127.0f, 0x1p-126f);
+  if (std::isnan(peak)) scale = peak;
+  for (int i = 0; i < width; ++i) {
+    out[i] = std::nearbyint(std::clamp(x[i] / scale, -127.0f, 127.0f));
+  }
+  return scale;
 }
 
-// Quantises to integers from -127 to 127, ties to even, by the row's own scale or a given one. A
-// row that holds NaN gets NaN for its scale: the GEMM reads codes as integers, so only the scale
-// can carry it.
 bool run_quantise(const Run& run) {
   const int width = run.size(0);
-  const float* given = run.model_tensor<float>(0);
   run.each_row(4 * width, [&](int row) {
-    const float* x = row_of(run.step_tensor(0), row, width);
-    const float peak = max_abs(x, width);
-    float scale = given != nullptr ? *given : std::max(peak / 127.0f, 0x1p-126f);
-    if (std::isnan(peak)) scale = peak;
-    float* out = row_of(run.step_tensor(1), row, width);
-    for (int i = 0; i < width; ++i) {
-      out[i] = std::nearbyint(std::clamp(x[i] / scale, -127.0f, 127.0f));
-    }
-    run.step_tensor(2)[row] = scale;
+    run.step_tensor(2)[row] =
+        quantise_row(row_of(run.step_tensor(0), row, width), run.model_tensor<float>(0), width,
+                     row_of(run.step_tensor(1), row, width));
   });
   return true;
 }

@@ -46,6 +46,11 @@ void rms_norm(const float* x, const float* weight, int width, float eps, float* 
 // out = silu(gates) * up
 void silu_mul(const float* gates, const float* up, int width, float* out);
 
+// Quantises to integers from -127 to 127, ties to even, by the row's own scale or a given one, and
+// returns the scale. A row that holds NaN gets NaN for its scale: the GEMM reads codes as integers,
+// so only the scale can carry it.
+float quantise_row(const float* x, const float* given, int width, float* out);
+
 // Returns the index of the largest value, the first of equals; of the first NaN, if there is one.
 int argmax_fast(const float* x, int count);
 
@@ -62,5 +67,6 @@ bool run_gather(const Run& run);
 bool run_argmax(const Run& run);
 bool run_lora(const Run& run);
 bool run_sample(const Run& run);
+bool run_experts(const Run& run);
 
 }  // namespace windlass
