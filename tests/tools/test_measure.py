@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.core.moe import Routing
 from windlass.core.types import Output, Timeline
 from windlass.tools.common.device import Traffic
 from windlass.tools.common.drive import StepLog
@@ -48,7 +49,14 @@ def test_there_is_no_window_if_a_request_ends_before_another_starts() -> None:
 
 
 def test_a_step_reads_weights_and_kv_cache() -> None:
-    assert Traffic(1000, 2.5).step_bytes(10) == 1025
+    assert Traffic(1000, 2.5).step_bytes(10, 4) == 1025
+
+
+def test_a_step_reads_the_experts_that_its_rows_choose():
+    traffic = Traffic(1000, 0.0, expert_bytes=800, routing=Routing(num_experts=8, top_k=2))
+    assert traffic.step_bytes(0, 1) == 1200
+    assert pytest.approx(traffic.step_bytes(0, 2)) == 1350
+    assert 1799 < traffic.step_bytes(0, 64) < 1800
 
 
 def test_a_record_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,10 @@ class Routing:
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # top2: the sum of a group's best two
 
+    def share_read(self, num_tokens: int) -> float:
+        """The expected share of experts that some of the tokens choose, if all are equally likely."""
+        return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivation:

@@ -95,6 +95,7 @@ class Experts(nn.Module):
         super().__init__()
         self._shape = shape
         self._kernels = kernels
+        self.routing = shape.routing
         hidden, inner = Shard(shape.hidden_size), Shard.even(shape.intermediate_size, group)
         indices = range(shape.routing.num_experts)
         gate_up = {f"{i}.{part}": inner for i in indices for part in ("gate_proj", "up_proj")}
@@ -128,6 +129,17 @@ class Experts(nn.Module):
         )
         gate_up.form = down.form = None
         down.prepared = self._kernels.prepare(weights)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.down.gemm_bytes
+
+    @property
+    def num_active_weights(self) -> int:
+        """Weights that a token is multiplied with."""
+        stacks = (self.gate_up, self.down)
+        total = sum(sum(stack.parts.values()) * stack.num_in for stack in stacks)
+        return total * self.routing.top_k // self.routing.num_experts
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         assert self.down.prepared is not None

@@ -211,7 +211,7 @@ def _limits(
     memory = round(memory_bytes(engine.device) / 2**30, 3) if is_only else None
     if run.window is None:
         return {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
-    step_bytes = engine.traffic.step_bytes(run.window.mean_kv)
+    step_bytes = engine.traffic.step_bytes(run.window.mean_kv, len(run.timings))
     share = 100 * step_bytes / (run.window.step_s * bandwidth)
     return {
         "read_gb": round(step_bytes / 1e9, 4),

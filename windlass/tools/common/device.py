@@ -10,6 +10,8 @@ import psutil
 import torch
 from torch import nn
 
+from windlass.core.moe import Routing
+from windlass.layers.moe import Experts
 from windlass.models.network import Network
 from windlass.runner.device import free_bytes
 
@@ -22,12 +24,16 @@ _READS = 8
 class Traffic:
     """Minimum bytes that a decode step reads."""
 
-    weight_bytes: int
+    weight_bytes: int  # without experts
     kv_bytes_per_token: float
+    expert_bytes: int = 0
+    routing: Routing | None = None  # of the experts
 
-    def step_bytes(self, mean_kv: float) -> float:
+    def step_bytes(self, mean_kv: float, num_rows: int) -> float:
         """Bytes of one step; `mean_kv` is the number of KV tokens read over all rows."""
-        return self.weight_bytes + mean_kv * self.kv_bytes_per_token
+        share = 0.0 if self.routing is None else self.routing.share_read(num_rows)
+        read = self.weight_bytes + share * self.expert_bytes
+        return read + mean_kv * self.kv_bytes_per_token
 
 
 def device_of(network: nn.Module) -> torch.device:
@@ -36,7 +42,14 @@ def device_of(network: nn.Module) -> torch.device:
 
 def traffic_of(network: Network, kv_bytes_per_token: float) -> Traffic:
     """Count all weights but a separate embedding table, of which a step reads only a few rows."""
-    return Traffic(network.weight_bytes - network.table_bytes, kv_bytes_per_token)
+    experts = [module for module in network.modules() if isinstance(module, Experts)]
+    expert_bytes = sum(each.num_bytes for each in experts)
+    return Traffic(
+        weight_bytes=network.weight_bytes - network.table_bytes - expert_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        expert_bytes=expert_bytes,
+        routing=experts[0].routing if experts else None,
+    )
 
 
 def read_bandwidth(device: torch.device) -> float:

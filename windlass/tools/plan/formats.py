@@ -23,6 +23,7 @@ from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.reference_linear import ReferenceGemm
 from windlass.layers.embedding import PackedEmbedding
 from windlass.layers.linear import Linear
+from windlass.layers.moe import Experts
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import outline
@@ -63,7 +64,8 @@ class FormatSize:
     options: dict[str, Any]  # of `serve`, to select the format
     held: str  # forms in memory with their numbers of matrices: "int4, groups of 128: 210; bfloat16: 1"
     weight_bytes: int
-    read_bytes: int  # per decode step; includes writing and reading unpacked copies
+    read_bytes: int  # per decode step; includes writing and reading unpacked copies, not experts
+    expert_bytes: int
     num_weights: int  # that each token is multiplied with
     dtype: torch.dtype
 
@@ -134,6 +136,7 @@ class _Counts:
 
     weight_bytes: int
     read_bytes: int
+    expert_bytes: int
     num_weights: int
     held: Counter[str]
 
@@ -146,6 +149,7 @@ class _Counts:
         return _Counts(
             weight_bytes=add(self.weight_bytes, longer.weight_bytes),
             read_bytes=add(self.read_bytes, longer.read_bytes),
+            expert_bytes=add(self.expert_bytes, longer.expert_bytes),
             num_weights=add(self.num_weights, longer.num_weights),
             held=Counter({form: add(self.held[form], longer.held[form]) for form in longer.held}),
         )
@@ -157,6 +161,7 @@ class _Counts:
             held="; ".join(f"{form}: {count}" for form, count in self.held.most_common()),
             weight_bytes=self.weight_bytes,
             read_bytes=self.read_bytes,
+            expert_bytes=self.expert_bytes,
             num_weights=self.num_weights,
             dtype=dtype,
         )
@@ -191,8 +196,11 @@ class _Sizer:
         return self._counts(made).format_size(STORED, {}, made.linears.dtype), made.choice
 
     def online(self, name: str, options: dict[str, Any]) -> FormatSize:
-        """Return the size when quantised while loading. Layers are equal: two are enough to count."""
+        """Return the size when quantised while loading. Of equal layers two are enough to count."""
         config, hparams = replace(self._config, **options), self._hparams
+        if hparams.moe is not None and len(set(hparams.moe.layers)) > 1:
+            made = self._meta_network(config, hparams)
+            return self._counts(made).format_size(name, options, made.linears.dtype)
         one, two = (
             self._meta_network(
                 config, replace(hparams, num_layers=number, sliding_windows=(None,) * number)
@@ -259,13 +267,23 @@ class _Sizer:
             )
             num_unpacked = sum(math.prod(item.shape) for item in gemms if item.kernel == "plain")
         plain = str(made.linears.dtype).removeprefix("torch.")
-        read_bytes = traffic_of(made.network, 0).weight_bytes
+        traffic = traffic_of(made.network, 0)
+        experts = [module for module in made.network.modules() if isinstance(module, Experts)]
+        prepared = [each.down.prepared for each in experts]
         return _Counts(
             weight_bytes=made.network.weight_bytes + repacked + table_repacked,
-            read_bytes=read_bytes + repacked + _UNPACKING_BYTES * num_unpacked,
+            read_bytes=traffic.weight_bytes + repacked + _UNPACKING_BYTES * num_unpacked,
+            expert_bytes=traffic.expert_bytes,
             num_weights=sum(math.prod(item.shape) for item in gemms)
-            + sum(weight.numel() for weight in weights),
-            held=Counter([*(_form(gemm, plain) for gemm in gemms), *[plain] * len(weights)]),
+            + sum(weight.numel() for weight in weights)
+            + sum(each.num_active_weights for each in experts),
+            held=Counter(
+                [
+                    *(_form(gemm, plain) for gemm in gemms),
+                    *[plain] * len(weights),
+                    *(f"experts, {each.form}" for each in prepared if each is not None),
+                ]
+            ),
         )
 
 

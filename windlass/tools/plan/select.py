@@ -363,9 +363,13 @@ class _Evaluator:
         """Estimate decode speed with full contexts. 16-bit GEMMs vary too much between CPUs."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
+        moe = self.hparams.moe
+        experts = 0 if moe is None else weights.expert_bytes * moe.routing.share_read(rows)
         kv_bytes = rows * layout.bytes_read(context)
         seconds = self.machine.step_seconds(
-            weights.read_bytes + kv_bytes, rows * weights.num_weights, self.hparams.num_layers
+            weights.read_bytes + experts + kv_bytes,
+            rows * weights.num_weights,
+            self.hparams.num_layers,
         )
         return round(rows / seconds, 1)
 

@@ -258,10 +258,12 @@ def _save_factor(
     layers = [module for module in weights.network.modules() if isinstance(module, Linear)]
     num_weights = sum(math.prod(item.shape) for layer in layers for item in layer.gemms)
     num_weights += sum(layer.weight.numel() for layer in layers if layer.weight is not None)
-    num_bytes = traffic_of(weights.network, 0).weight_bytes
+    traffic = traffic_of(weights.network, 0)
     one, many = (
         MeasuredStep(
-            num_bytes=num_bytes, num_macs=rows * num_weights, seconds=costs.decode_seconds(rows, 1)
+            num_bytes=int(traffic.step_bytes(0, rows)),
+            num_macs=rows * num_weights,
+            seconds=costs.decode_seconds(rows, 1),
         )
         for rows in (1, _MANY_ROWS)
     )
