@@ -14,8 +14,9 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.ops import choose_ops
-from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.families.registry import family_of, read_hparams
+from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Parts, kernel_need, kv_layout, make_network
 from windlass.models.tensor_rules import mapped
@@ -39,9 +40,9 @@ TINY = {
 
 def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Module:
     """A model of transformers with random weights, saved to the folder."""
-    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = kind(kind.config_class(**{**TINY, **changes})).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else 0.15)
@@ -52,13 +53,21 @@ def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Mo
 def our_logits(
     folder: Path, ids: list[int], chunks: list[int], plain: bool = False
 ) -> torch.Tensor:
-    """Logits of all positions, computed in chunks, with shuffled KV blocks."""
+    """Logits of all positions from a folder of safetensors; see `logits_of`."""
     spec = read_hparams(json.loads((folder / "config.json").read_text()))
+    checkpoint = SafetensorsCheckpoint(sorted(folder.glob("*.safetensors")))
+    rules = family_of(spec.architecture).rules(spec)
+    return logits_of(spec, mapped(checkpoint, rules), ids, chunks=chunks, plain=plain)
+
+
+def logits_of(
+    spec: HParams, checkpoint: Checkpoint, ids: list[int], *, chunks: list[int], plain: bool = False
+) -> torch.Tensor:
+    """Logits of all positions, computed in chunks, with shuffled KV blocks."""
     ops = choose_ops(kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain))
     parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
     network = make_network(spec, parts)
-    checkpoint = SafetensorsCheckpoint(sorted(folder.glob("*.safetensors")))
-    load(network, mapped(checkpoint, family_of(spec.architecture).rules(spec)), CPU)
+    load(network, checkpoint, CPU)
     layout = kv_layout(spec, 4, torch.float32)
     num_groups = len(layout.groups)
     cache = KVCache(layout, 16 * num_groups, torch.float32, CPU)

@@ -109,7 +109,7 @@ def test_architecture_may_come_from_the_model_type():
         (
             {"architectures": ["MambaForCausalLM"]},
             UnsupportedError,
-            "Supported: LlamaForCausalLM, Mis",
+            "LlamaForCausalLM, MistralForCausalLM, ",
         ),
         ({"architectures": None}, CheckpointError, "neither architectures nor model_type"),
         ({"hidden_act": "softplus"}, UnsupportedError, "hidden_act 'softplus'"),

@@ -26,10 +26,10 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale to unit root mean square, in float32."""
+    """Scale to unit root mean square, in float32; the weight multiplies in its own dtype."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ class AttentionShape:
     # head, with its own weight, [heads, dim]. whole: over all heads together, [heads * dim].
     qk_norm: Literal["head", "each_head", "whole"] | None = None
     norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
+    float32_norms: bool = False  # the weights of q and k norms are kept in float32
 
 
 class Attention(ShardedRows):
@@ -84,7 +85,8 @@ class Attention(ShardedRows):
         )
         self.q_norm = self.k_norm = None
         if shape.qk_norm is not None:
-            self.q_norm, self.k_norm = (_head_norm(shape, part, dtype) for part in (q, kv))
+            kind = torch.float32 if shape.float32_norms else dtype
+            self.q_norm, self.k_norm = (_head_norm(shape, part, kind) for part in (q, kv))
         self.rows = Shard.even(total.num_q, group)
         self.sinks = None
         if shape.sinks:

@@ -129,7 +129,7 @@ class DecoderModel(nn.Module):
     def __init__(self, hparams: HParams, parts: Parts, table: TiedEmbedding | None = None) -> None:
         super().__init__()
         self.embed_tokens = table or _embedding(hparams, parts)
-        self._scale = hparams.embedding_scale
+        self._scale = torch.tensor(hparams.embedding_scale, dtype=parts.dtype, device="cpu").item()
         self.embed_positions: Embedding | None = None
         if hparams.learned_positions:
             sizes = hparams.learned_positions, hparams.hidden_size
@@ -212,6 +212,7 @@ def _attention_shape(index: int, hparams: HParams) -> AttentionShape:
         interleaved=hparams.rope_interleaved,
         qk_norm=hparams.qk_norm,
         norm_kind=hparams.qk_norm_kind,
+        float32_norms=hparams.norm.float32,
     )
 
 

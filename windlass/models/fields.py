@@ -33,6 +33,11 @@ class Fields:
         """The present fields among `names`, unchecked."""
         return {name: self._values[name] for name in names if name in self}
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """These fields, and those of `defaults` that are absent."""
+        own = {name: value for name, value in self._values.items() if value is not None}
+        return Fields({**defaults, **own}, self.source, self._advice)
+
     def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The present fields among the keys of `names`, unchecked, under the names of another format."""
         return {names[name]: value for name, value in self.present(*names).items()}

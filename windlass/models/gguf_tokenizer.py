@@ -18,7 +18,7 @@ from windlass.models.tokenizer import TextSide, framed
 
 _KEY = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
 # Special tokens of Phi-3, except these, consume the whitespace after them. GGUF files do not store this.
 _PHI3_KEEPS_SPACES = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 

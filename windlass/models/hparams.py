@@ -78,7 +78,7 @@ class HParams:
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
     learned_positions: int = 0  # rows of a table of position embeddings; 0: there is none
-    embedding_scale: float = 1.0
+    embedding_scale: float = 1.0  # rounded to the activations' dtype
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None

@@ -35,9 +35,16 @@ class RopeConfig:
     rope_factors: tuple[float, ...] | None = None
 
     @classmethod
-    def from_hf(cls, config: Fields, head_dim: int) -> RopeConfig:
-        """Read the RoPE fields of a config.json."""
-        rope = _merged_fields(config)
+    def from_hf(
+        cls,
+        config: Fields,
+        head_dim: int,
+        *,
+        layer_type: str | None = None,
+        default_theta: float = 10000.0,
+    ) -> RopeConfig:
+        """Read the RoPE fields of a config.json; those of `layer_type` if they differ by layer type."""
+        rope = _merged_fields(config, layer_type)
         kind = rope.text("rope_type", None) or rope.text("type", "default")
         if kind not in get_args(RopeKind):
             raise UnsupportedError(
@@ -54,7 +61,7 @@ class RopeConfig:
                 "expected an even number between 2 and the head size."
             )
         return cls(
-            theta=rope.number("rope_theta", 10000.0),
+            theta=rope.number("rope_theta", default_theta),
             dim=dim,
             original_max_positions=original,
             kind=cast(RopeKind, kind),
@@ -83,12 +90,14 @@ class RopeConfig:
         return max_positions
 
 
-def _merged_fields(config: Fields) -> Fields:
+def _merged_fields(config: Fields, layer_type: str | None) -> Fields:
     """Merge all RoPE fields into one object; more specific fields take precedence."""
     merged = config.present(
         "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
     )
     newer, older = config.mapping("rope_parameters"), config.mapping("rope_scaling")
+    if layer_type is not None and layer_type in newer:
+        newer = newer[layer_type]
     if "type" in older or "rope_type" in older:
         newer = {key: value for key, value in newer.items() if key not in ("type", "rope_type")}
     merged |= {**newer, **older}

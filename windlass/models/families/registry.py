@@ -14,6 +14,10 @@ from windlass.models.hparams import HParams
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
+    "Gemma2ForCausalLM": "gemma:GEMMA2",
+    "Gemma3ForCausalLM": "gemma:GEMMA3",
+    "Gemma3ForConditionalGeneration": "gemma:GEMMA3_WITH_IMAGES",
+    "GemmaForCausalLM": "gemma:GEMMA1",
     "GptOssForCausalLM": "gpt_oss:GPT_OSS",
     "GraniteMoeForCausalLM": "granite_moe:GRANITE_MOE",
     "LlamaForCausalLM": "llama:LLAMA",
@@ -26,6 +30,9 @@ _FAMILIES = {
 }
 # By llama.cpp's name.
 _GGUF = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "llama": "LlamaForCausalLM",
