@@ -1,8 +1,9 @@
 """One step's rows as tensors, and the pages of the KV cache.
 
 Only this file defines the KV cache layout: pages are [block, head, position in block, dim], so the
-keys of one head in a block are contiguous. Pages of 8-bit types hold quantised codes, with one scale
-per token and head in a separate tensor.
+keys of one head in a block are contiguous. Latent pages (MLA) have one head, whose vectors are keys, and
+in their first numbers values. Pages of 8-bit types hold quantised codes, with one scale per token and
+head in a separate tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The pages of one layer, with scales if the pages hold codes."""
+    """The pages of one layer, with scales if the pages hold codes.
+
+    Of latent pages, `keys` and `values` are the same tensor.
+    """
 
     keys: Tensor  # [blocks, kv_heads, block_size, dim]
     values: Tensor
@@ -90,6 +94,18 @@ def attention_layout(
     return KVLayout.of(groups, block_size)
 
 
+def latent_layout(num_layers: int, *, dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """The KV layout of MLA layers that keep a latent vector of `dim` numbers per token."""
+    group = KVGroup(
+        kind="latent",
+        layers=tuple(range(num_layers)),
+        page=(block_size, dim),
+        item_bytes=dtype.itemsize,
+        scale_bytes=SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0,
+    )
+    return KVLayout.of([group], block_size)
+
+
 class KVCache:
     """Owns the pages of all layers. Groups use the same pages, since a block belongs to one of them."""
 
@@ -97,15 +113,17 @@ class KVCache:
         self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         pages = {group.page for group in layout.groups}
-        if len(pages) > 1 or {len(page) for page in pages} != {4}:
-            kinds = ", ".join(group.kind for group in layout.groups)
+        kinds = {group.kind for group in layout.groups}
+        if len(pages) > 1 or "state" in kinds:
             raise UnsupportedError(
-                f"KV groups of the kinds {kinds} with pages {sorted(pages)}: only keys and values of "
-                "one shape can be allocated."
+                f"KV groups of the kinds {', '.join(sorted(kinds))} with pages {sorted(pages)}: only "
+                "keys and values of one shape, or latent vectors of one size, can be allocated."
             )
-        (two, *shape) = pages.pop()
-        # Each [page slots, 2 (keys, values), blocks, ...]; a `LayerKV` holds views of one slot.
-        slots = (layout.num_page_slots, two, num_blocks)
+        page = pages.pop()
+        (planes, *shape) = (1, 1, *page) if "latent" in kinds else page
+        # Each [page slots, 2 (keys, values) or 1 (latent), blocks, heads, ...]; a `LayerKV` holds views
+        # of one slot.
+        slots = (layout.num_page_slots, planes, num_blocks)
         self._owned = [_zeros((*slots, *shape), dtype, device)]
         if dtype in MAX_CODE:
             self._owned.append(_zeros((*slots, *shape[:2]), SCALE_DTYPE, device))
@@ -113,10 +131,12 @@ class KVCache:
         self.layers = [self._layer(group, slot) for group, slot in places]
 
     def _layer(self, group: int, slot: int) -> LayerKV:
-        keys, values = self._owned[0][slot]
+        pages = self._owned[0][slot]
+        keys, values = pages[0], pages[-1]
         key_scales = value_scales = None
         if len(self._owned) > 1:
-            key_scales, value_scales = self._owned[1][slot]
+            scales = self._owned[1][slot]
+            key_scales, value_scales = scales[0], scales[-1]
         return LayerKV(
             keys=keys,
             values=values,
@@ -134,7 +154,7 @@ class KVCache:
 
     @property
     def pages(self) -> Tensor | None:
-        """All pages, [page slots, 2, blocks, kv heads, block size, dim]; None if they hold codes."""
+        """All pages, [page slots, 2 or 1, blocks, kv heads, block size, dim]; None if they hold codes."""
         return self._owned[0] if len(self._owned) == 1 else None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -20,7 +20,8 @@ _TILE = 16
 
 def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
     """Same contract as `reference.attention`."""
-    out, window = torch.empty_like(queries), options.window
+    out = queries.new_empty((*queries.shape[:2], kv.values.shape[-1]))
+    window = options.window
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         for tile in range(span.start // _TILE * _TILE, span.context, _TILE):

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.kernels import latent as reference_latent
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
+from windlass.kernels.latent import LatentHeads, LatentWeights
 from windlass.kernels.native.compiled import Native
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.select import Need, Selection, select
@@ -20,13 +22,16 @@ from windlass.kernels.select import Need, Selection, select
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Each function has the contract of the function of that name in reference.py."""
+    """Each function has the contract of the function of that name in reference.py or latent.py."""
 
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]  # may update the residual in place
     silu_mul: Callable[..., Tensor]
-    rope_write: Callable[..., Tensor]
-    attention: Callable[..., Tensor]
+    rope_write: Callable[..., Tensor] = reference.rope_write
+    attention: Callable[..., Tensor] = reference.attention
+    latent_queries: Callable[..., Tensor] = reference_latent.latent_queries
+    latent_attention: Callable[..., Tensor] = reference_latent.latent_attention
+    latent_outputs: Callable[..., Tensor] = reference_latent.latent_outputs
     embedding: Callable[..., Tensor] = reference.embedding
     gather: Callable[..., Tensor] = reference.gather
     layer_norm: Callable[..., Tensor] = reference.layer_norm
@@ -57,6 +62,26 @@ class Ops:
         if batch.batch_invariant and batch.work is None and not self.is_native:
             return batch_invariant_attention(queries, kv, batch, options)
         return self.attention(queries, kv, batch, options)
+
+    def attend_latent(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        heads: LatentHeads,
+        weights: LatentWeights,
+        *,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        batch: StepBatch,
+        scale: float,
+    ) -> Tensor:
+        """MLA of projected queries and latents [tokens, ...]; writes the latents to the pages.
+
+        Returns [tokens, heads * value dim].
+        """
+        queries = self.latent_queries(q, latent, heads, weights, cos_sin, kv, batch)
+        mixed = self.latent_attention(queries, kv, batch, scale, heads.rank)
+        return self.latent_outputs(mixed, heads, weights, batch)
 
     @property
     def is_triton(self) -> bool:
@@ -97,17 +122,20 @@ def _instructions(native: Native) -> Choice:
 
 
 _COPIES = ("embedding", "gather")  # torch's own kernels copy rows at full speed on a GPU
-_OPERATIONS = (*_COPIES, "rms_norm", "add_rms_norm", "silu_mul", "rope_write", "attention")
+_OPERATIONS = (*_COPIES, "rms_norm", "add_rms_norm", "silu_mul")
+_ATTENTION = ("rope_write", "attention")
+_LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 
 
 def choose_ops(need: Need) -> Ops:
     """Select a kernel for every operation."""
-    chosen = {name: select(name, need) for name in _OPERATIONS}
+    operations = (*_OPERATIONS, *(_LATENT_ATTENTION if need.latent else _ATTENTION))
+    chosen = {name: select(name, need) for name in operations}
     functions = {name: selection.function for name, selection in chosen.items()}
     has_native = any(selection.name == "native" for selection in chosen.values())
     return Ops(
         **functions,
-        fused_attention=_fused_attention(chosen),
+        fused_attention=None if need.latent else _fused_attention(chosen),
         chosen=tuple(chosen.values()),
         native=NativeOps(need.workers.pool) if has_native else None,
     )

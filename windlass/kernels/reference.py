@@ -220,9 +220,10 @@ def attention_weights(scores: Tensor, mask: Tensor, options: AttentionOptions) -
 def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
     """Causal attention of every row over its own pages, row by row, in float32.
 
-    queries: [tokens, heads, dim]; returns the same shape. Groups of query heads share a kv head.
+    queries: [tokens, heads, dim]; returns [tokens, heads, dim of a value]. Groups of query heads share
+    a kv head.
     """
-    out = torch.empty_like(queries)
+    out = queries.new_empty((*queries.shape[:2], kv.values.shape[-1]))
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]

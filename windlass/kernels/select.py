@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from windlass.kernels.batch import Heads
+from windlass.kernels.latent import LatentHeads
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
 
@@ -34,6 +35,7 @@ class Need:
     sinks: bool = False
     # Whether a layer has interleaved pairs, no rotation, or head norms that are not RMSNorms of one weight.
     special_rope: bool = False
+    latent: LatentHeads | None = None  # set: attention is MLA, and `heads` have the latents' size
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
     workers: Workers = field(default_factory=Workers)  # of native kernels
@@ -140,6 +142,7 @@ def _fused_torch(need: Need) -> str | None:
 
 
 _TRITON = "windlass.kernels.triton"
+_LATENT = "windlass.kernels.latent"
 _REFERENCE = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
@@ -166,6 +169,12 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
+    "latent_queries": [Candidate("plain", f"{_LATENT}:latent_queries", _never)],
+    "latent_attention": [
+        Candidate("torch", f"{_LATENT}:torch_latent_attention", _fused_torch),
+        Candidate("plain", f"{_LATENT}:latent_attention", _never),
+    ],
+    "latent_outputs": [Candidate("plain", f"{_LATENT}:latent_outputs", _never)],
 }
 
 

@@ -19,7 +19,7 @@ def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: Attention
     """Same contract as `reference.attention`; without soft cap and sinks."""
     assert options.soft_cap is None
     assert options.sinks is None
-    out = torch.empty_like(queries)
+    out = queries.new_empty((*queries.shape[:2], kv.values.shape[-1]))
     single = [i for i, span in enumerate(batch.spans) if span.count == 1]
     if single:
         _attend_singles(out, queries, kv, batch, single, options)
@@ -63,7 +63,7 @@ def _attend_singles(
         mask[:, None, None, :],
         scale=options.scale,
     )
-    out[tokens] = mixed.reshape(len(rows), -1, dim)
+    out[tokens] = mixed.reshape(len(rows), -1, out.shape[-1])
 
 
 def _attend_chunk(

@@ -1,0 +1,135 @@
+"""Attention over latent vectors (MLA): its types, and the reference implementation.
+
+All heads of a layer share one latent vector per token. The up-projection of keys is absorbed into the
+queries, and that of values into the outputs, so attention reads the latent pages themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from windlass.kernels import batch_invariant_attention, reference, torch_attention
+from windlass.kernels.attention_options import AttentionOptions
+from windlass.kernels.batch import LayerKV, StepBatch
+
+_INVARIANT_ROWS = 16  # of a batch-invariant GEMM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads:
+    """Query heads of an MLA layer, which share one latent vector per token.
+
+    A query has `nope_dim` features without and `rope_dim` features with positions. A latent vector has
+    `rank` features, from which each head's keys and values are projected, and a rotated key.
+    """
+
+    num_q: int
+    nope_dim: int
+    rope_dim: int
+    rank: int
+    value_dim: int
+    interleaved: bool = True  # whether RoPE rotates the pairs (2 i, 2 i + 1), not (i, i + dim / 2)
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a latent vector, and of an absorbed query."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Weights of an MLA layer that its attention reads."""
+
+    norm: Tensor  # [rank]
+    eps: float
+    # [heads, nope dim + value dim, rank]: the rows that give a head's key, then those of its value.
+    up: Tensor
+
+
+def latent_queries(
+    q: Tensor,
+    latent: Tensor,
+    heads: LatentHeads,
+    weights: LatentWeights,
+    cos_sin: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+) -> Tensor:
+    """Write the tokens' latent vectors to their pages, and return the queries that attend to them.
+
+    q: [tokens, heads * query dim]; latent: [tokens, rank + rope dim], of which the first `rank` numbers
+    are normalised and the others rotated. A query times a latent vector is the head's q times its key.
+    Returns [tokens, heads, rank + rope dim].
+    """
+    cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
+
+    def rotated(x: Tensor) -> Tensor:
+        if heads.interleaved:  # as halves: queries and keys may share any order of features
+            x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+        return reference.rope(x, cos, sin)
+
+    low, key = latent.split([heads.rank, heads.rope_dim], dim=-1)
+    low = reference.rms_norm(low, weights.norm, weights.eps)
+    _write(torch.cat([low[:, None], rotated(key[:, None])], dim=-1), kv, batch)
+    q = q.reshape(q.shape[0], heads.num_q, heads.query_dim)
+    nope, positional = q.split([heads.nope_dim, heads.rope_dim], dim=-1)
+    absorbed = _per_head(nope, weights.up[:, : heads.nope_dim], batch.batch_invariant)
+    return torch.cat([absorbed, rotated(positional)], dim=-1)
+
+
+def latent_attention(
+    queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
+) -> Tensor:
+    """Attention over latent pages: [tokens, heads, dim] to the mean latents [tokens, heads, rank]."""
+    kernel = batch_invariant_attention if batch.batch_invariant else reference
+    return kernel.attention(queries, _with_values(kv, rank), batch, AttentionOptions(scale))
+
+
+def torch_latent_attention(
+    queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
+) -> Tensor:
+    """Same contract as `latent_attention`, with torch's fused attention."""
+    kernel = batch_invariant_attention if batch.batch_invariant else torch_attention
+    return kernel.attention(queries, _with_values(kv, rank), batch, AttentionOptions(scale))
+
+
+def latent_outputs(
+    mixed: Tensor, heads: LatentHeads, weights: LatentWeights, batch: StepBatch
+) -> Tensor:
+    """Project mean latents [tokens, heads, rank] to the heads' values [tokens, heads * value dim]."""
+    up = weights.up[:, heads.nope_dim :].mT
+    return _per_head(mixed, up, batch.batch_invariant).flatten(1)
+
+
+def _with_values(kv: LayerKV, rank: int) -> LayerKV:
+    """Latent pages whose values are the first `rank` numbers of their keys."""
+    return replace(kv, values=kv.values[..., :rank])
+
+
+def _write(new: Tensor, kv: LayerKV, batch: StepBatch) -> None:
+    """Write each token's latent vector [tokens, 1, dim] to its page."""
+    blocks = batch.table_of(kv)[batch.token_slots, batch.positions // kv.block_size].long()
+    offsets = batch.positions % kv.block_size
+    if kv.key_scales is not None:
+        new, kv.key_scales[blocks, :, offsets] = reference.encode(new, kv.keys.dtype)
+    kv.keys[blocks, :, offsets] = new.to(kv.keys.dtype)
+
+
+def _per_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+    """x[:, h] @ weight[h] for each head h: [tokens, heads, in] to [tokens, heads, out]."""
+    x = x.transpose(0, 1)
+    if not batch_invariant:
+        return torch.bmm(x, weight).transpose(0, 1)
+    # Chunks of one shape, so that each row is summed in the same order.
+    count = x.shape[1]
+    padded = pad(x, (0, 0, 0, -count % _INVARIANT_ROWS))
+    chunks = [torch.bmm(chunk, weight) for chunk in padded.split(_INVARIANT_ROWS, dim=1)]
+    return torch.cat(chunks, dim=1)[:, :count].transpose(0, 1)

@@ -1,0 +1,132 @@
+"""Multi-head latent attention (MLA): keys and values are projections of one latent vector per token.
+
+The KV cache holds the latent vectors, which all heads read (kernels/latent.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from windlass.kernels.batch import LogitsIndices, StepBatch
+from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.latent import LatentHeads, LatentWeights
+from windlass.kernels.ops import Ops
+from windlass.layers.linear import Linear, MethodFor
+from windlass.layers.norm import RMSNorm
+from windlass.layers.stored import StoredWeight
+from windlass.parallel.mesh import Group
+from windlass.quant.base import LinearMethod
+from windlass.quant.dequantised import Dequantised
+from windlass.quant.packed_method import PackedMethod
+from windlass.quant.shard import Shard
+
+# Of the norms of latents, in every DeepSeek model whatever its rms_norm_eps.
+_LATENT_EPS = 1e-6
+_LATENT = "kv_a_proj_with_mqa"
+
+
+@dataclass(frozen=True, slots=True)
+class MLAShape:
+    """Sizes and options of one MLA layer."""
+
+    hidden_size: int
+    heads: LatentHeads
+    scale: float  # of the scores
+    q_rank: int | None  # features between the two projections of queries; None: one projection
+
+
+class UpProjection(StoredWeight):
+    """kv_b_proj, as a weight [heads, nope dim + value dim, rank] that attention absorbs."""
+
+    def __init__(
+        self, heads: LatentHeads, method: LinearMethod, group: Group, dtype: torch.dtype
+    ) -> None:
+        if isinstance(method, PackedMethod):
+            method = Dequantised(method, dtype, "absorbed into queries and outputs of attention")
+        unit = heads.nope_dim + heads.value_dim
+        outputs = Shard.even(heads.num_q * unit, group, unit=unit)
+        super().__init__({"kv_b_proj": outputs}, Shard(heads.rank), method)
+        self._unit = unit
+
+    def by_head(self) -> Tensor:
+        assert self.weight is not None
+        return self.weight.unflatten(0, (-1, self._unit))
+
+
+class MLA(nn.Module):
+    """Projections, RoPE, KV cache write, attention over latents and output projection.
+
+    The output is added to the residual stream and normalised by the next norm. Ranks split the heads;
+    every rank has all latents.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        shape: MLAShape,
+        method_for: MethodFor,
+        ops: Ops,
+        group: Group,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.index, self.scale, self.ops = index, shape.scale, ops
+        total, hidden, q_rank = shape.heads, Shard(shape.hidden_size), shape.q_rank
+        q = Shard.even(total.num_q * total.query_dim, group, unit=total.query_dim)
+        self.heads = replace(total, num_q=q.count // total.query_dim)
+
+        def linear(outputs: dict[str, Shard], inputs: Shard) -> Linear:
+            return Linear(outputs, inputs, method_for(outputs), group)
+
+        first = {"q_proj": q} if q_rank is None else {"q_a_proj": Shard(q_rank)}
+        self.qkv_a_proj = linear({**first, _LATENT: Shard(total.dim)}, hidden)
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if q_rank is not None:
+            self.q_a_layernorm = RMSNorm(size=q_rank, eps=_LATENT_EPS, dtype=dtype, ops=ops)
+            self.q_b_proj = linear({"q_b_proj": q}, Shard(q_rank))
+            self.q_a_layernorm.input_quant = self.q_b_proj.input_quant
+        self.kv_a_layernorm = RMSNorm(size=total.rank, eps=_LATENT_EPS, dtype=dtype, ops=ops)
+        self.kv_b_proj = UpProjection(total, method_for(["kv_b_proj"]), group, dtype)
+        values = Shard.even(total.num_q * total.value_dim, group, unit=total.value_dim)
+        self.o_proj = linear({"o_proj": hidden}, values)
+
+    def forward(
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: RMSNorm,
+        batch: StepBatch,
+        cos_sin: Tensor,
+        logits_indices: LogitsIndices | None = None,
+    ) -> tuple[Inputs, Tensor]:
+        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
+        projected = self.qkv_a_proj(x, batch.adapters)
+        q, latent = projected.split([projected.shape[1] - self.heads.dim, self.heads.dim], dim=1)
+        if self.q_b_proj is not None and self.q_a_layernorm is not None:
+            normed, _ = self.q_a_layernorm.add(q, None, batch.adapters is not None)
+            q = self.q_b_proj(normed, batch.adapters)
+        weights = LatentWeights(
+            norm=self.kv_a_layernorm.weight,
+            eps=self.kv_a_layernorm.eps,
+            up=self.kv_b_proj.by_head(),
+        )
+        attended = self.ops.attend_latent(
+            q,
+            latent,
+            self.heads,
+            weights,
+            cos_sin=cos_sin,
+            kv=batch.kv[self.index],
+            batch=batch,
+            scale=self.scale,
+        )
+        if logits_indices is None:
+            return self.o_proj.then(attended, residual, norm, batch.adapters)
+        attended, residual = (
+            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
+        )
+        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
