@@ -19,6 +19,7 @@ from triton.runtime import JITFunction  # noqa: E402
 
 from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
 from tests.kernels.expert_cases import EXPERTS  # noqa: E402
+from tests.kernels.latent_cases import LATENT  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
@@ -42,6 +43,17 @@ FP8 = "*fp8e4nv"
 ALIGNED = (
     *("N", "K", "K_PAD", "N0", "N1", "N2", "span"),
     *("table_stride", "stride", "width", "size"),
+    *(
+        "q_stride",
+        "latent_stride",
+        "x_row",
+        "x_head",
+        "w_head",
+        "w_in",
+        "w_out",
+        "out_row",
+        "out_head",
+    ),
 )
 MAX_SHARED_BYTES = 227 * 1024  # per program
 # Accumulators of 128 rows by 256 dimensions fill the registers; the inner loop does not spill.
@@ -328,6 +340,7 @@ CASES = {
     "count tokens": (logits.count_tokens_kernel, COUNT, {}, {"num_warps": 1}),
     **LORA_AND_SPECULATION,
     **EXPERTS,
+    **LATENT,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from windlass.core.mla import LatentHeads
 from windlass.errors import UnsupportedError
 from windlass.kernels import latent
 from windlass.kernels.batch import KVCache, Span, StepBatch, attention_layout, latent_layout
-from windlass.kernels.latent import LatentHeads, LatentWeights
+from windlass.kernels.latent import LatentWeights
 
 CPU = torch.device("cpu")
 HEADS = LatentHeads(num_q=3, nope_dim=16, rope_dim=8, rank=24, value_dim=20)

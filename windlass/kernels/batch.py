@@ -154,8 +154,9 @@ class KVCache:
 
     @property
     def pages(self) -> Tensor | None:
-        """All pages, [page slots, 2 or 1, blocks, kv heads, block size, dim]; None if they hold codes."""
-        return self._owned[0] if len(self._owned) == 1 else None
+        """All pages, [page slots, 2, blocks, kv heads, block size, dim]; None for codes and latents."""
+        pages = self._owned[0]
+        return pages if len(self._owned) == 1 and pages.shape[1] == 2 else None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in all layers. Every source is read before any target is written."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.core.mla import LatentHeads
 from windlass.kernels import latent as reference_latent
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.batch_invariant_attention import attention as batch_invariant_attention
 from windlass.kernels.gemm_io import Outputs, UnscaledOutputs
-from windlass.kernels.latent import LatentHeads, LatentWeights
+from windlass.kernels.latent import LatentWeights
 from windlass.kernels.native.compiled import Native
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.select import Need, Selection, select

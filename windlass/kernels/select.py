@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import Heads
-from windlass.kernels.latent import LatentHeads
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
 
 _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
+_MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,12 @@ def _triton_attention(need: Need) -> str | None:
     return "sinks are not supported" if need.sinks else _triton(need)
 
 
+def _triton_latent(need: Need) -> str | None:
+    if need.heads.num_q > _MAX_TRITON_LATENT_HEADS:
+        return f"{need.heads.num_q} heads share a latent, more than {_MAX_TRITON_LATENT_HEADS}"
+    return _triton(need)
+
+
 def _native(need: Need) -> str | None:
     if need.plain:
         return "plain kernels were requested"
@@ -169,12 +176,19 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
-    "latent_queries": [Candidate("plain", f"{_LATENT}:latent_queries", _never)],
+    "latent_queries": [
+        Candidate("triton", f"{_TRITON}.latent:latent_queries", _triton_latent),
+        Candidate("plain", f"{_LATENT}:latent_queries", _never),
+    ],
     "latent_attention": [
+        Candidate("triton", f"{_TRITON}.latent:latent_attention", _triton_latent),
         Candidate("torch", f"{_LATENT}:torch_latent_attention", _fused_torch),
         Candidate("plain", f"{_LATENT}:latent_attention", _never),
     ],
-    "latent_outputs": [Candidate("plain", f"{_LATENT}:latent_outputs", _never)],
+    "latent_outputs": [
+        Candidate("triton", f"{_TRITON}.latent:latent_outputs", _triton_latent),
+        Candidate("plain", f"{_LATENT}:latent_outputs", _never),
+    ],
 }
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import LogitsIndices, StepBatch
 from windlass.kernels.gemm_io import Inputs
-from windlass.kernels.latent import LatentHeads, LatentWeights
+from windlass.kernels.latent import LatentWeights
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
@@ -82,7 +83,7 @@ class MLA(nn.Module):
             return Linear(outputs, inputs, method_for(outputs), group)
 
         first = {"q_proj": q} if q_rank is None else {"q_a_proj": Shard(q_rank)}
-        self.qkv_a_proj = linear({**first, _LATENT: Shard(total.dim)}, hidden)
+        self.qkv_proj = linear({**first, _LATENT: Shard(total.dim)}, hidden)
         self.q_a_layernorm: RMSNorm | None = None
         self.q_b_proj: Linear | None = None
         if q_rank is not None:
@@ -104,7 +105,7 @@ class MLA(nn.Module):
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
         """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
-        projected = self.qkv_a_proj(x, batch.adapters)
+        projected = self.qkv_proj(x, batch.adapters)
         q, latent = projected.split([projected.shape[1] - self.heads.dim, self.heads.dim], dim=1)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
             normed, _ = self.q_a_layernorm.add(q, None, batch.adapters is not None)

@@ -22,12 +22,12 @@ _LOG2_E = 1.4426950408889634
 _MAX_FUSED_PROGRAMS = 1024
 # Max tokens of a row for the fused kernel: a program writes their keys, one per row of its query tile.
 _MAX_FUSED_WIDTH = 16
-_TILE_ROWS = 128  # query rows (tokens x heads of a group) per program
+TILE_ROWS = 128  # query rows (tokens x heads of a group) per program
 
 
 def tile_tokens(group: int) -> int:
     """Tokens of a chunk per tile."""
-    return _TILE_ROWS // triton.next_power_of_2(group)
+    return TILE_ROWS // triton.next_power_of_2(group)
 
 
 def fuses(tokens: int, num_kv: int, width: int, quantised: bool) -> bool:
@@ -217,7 +217,7 @@ def _prefill(
         DIM=dim,
         DIM_PAD=dim_pad,
         SIZE=size,
-        ROWS=_TILE_ROWS,
+        ROWS=TILE_ROWS,
         WINDOWED=options.window is not None,
         CAPPED=options.soft_cap is not None,
         BATCH_INVARIANT=batch.batch_invariant,
