@@ -81,8 +81,8 @@ def test_outputs(batch_invariant: bool) -> None:
     batch = replace(batch, batch_invariant=batch_invariant)
     for tokens in (1, 70):
         mixed = torch.randn(tokens, HEADS.num_q, HEADS.rank)
-        want = latent.latent_outputs(mixed, HEADS, weights, batch)
-        torch.testing.assert_close(latent_outputs(mixed, HEADS, weights, batch), want)
+        want = latent.latent_outputs(mixed, weights, batch)
+        torch.testing.assert_close(latent_outputs(mixed, weights, batch), want)
 
 
 @inside

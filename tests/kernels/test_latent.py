@@ -21,7 +21,8 @@ SIZE, SCALE = 4, 0.2
 
 def make_weights(heads: LatentHeads = HEADS) -> LatentWeights:
     up = torch.randn(heads.num_q, heads.nope_dim + heads.value_dim, heads.rank) / 5
-    return LatentWeights(norm=torch.rand(heads.rank) + 0.5, eps=1e-6, up=up)
+    keys, values = up.split([heads.nope_dim, heads.value_dim], 1)
+    return LatentWeights(norm=torch.rand(heads.rank) + 0.5, eps=1e-6, keys=keys, values=values)
 
 
 def make_table(heads: LatentHeads = HEADS) -> Tensor:
@@ -59,7 +60,9 @@ def plain(q: Tensor, rows: Tensor, weights: LatentWeights, table: Tensor, heads:
 
     low, key = rows.split([heads.rank, heads.rope_dim], -1)
     low = torch.nn.functional.rms_norm(low, (heads.rank,), weights.norm, weights.eps)
-    k, v = torch.einsum("tr,hdr->thd", low, weights.up).split([heads.nope_dim, heads.value_dim], -1)
+    k, v = torch.einsum("tr,hdr->thd", low, torch.cat([weights.keys, weights.values], 1)).split(
+        [heads.nope_dim, heads.value_dim], -1
+    )
     k = torch.cat([k, turn(key[:, None]).expand(-1, heads.num_q, -1)], -1)
     nope, positional = q.view(count, heads.num_q, -1).split([heads.nope_dim, heads.rope_dim], -1)
     q = torch.cat([nope, turn(positional)], -1)
@@ -84,7 +87,7 @@ def run_chunks(chunks, cache, weights, table, inputs, heads=HEADS, attention=Non
         kv = cache.layers[0]
         queries = latent.latent_queries(q, rows, heads, weights, table, kv, batch)
         mixed = attention(queries, kv, batch, SCALE, heads.rank)
-        outputs = latent.latent_outputs(mixed, heads, weights, batch)
+        outputs = latent.latent_outputs(mixed, weights, batch)
         for slot, part in enumerate(outputs.split(list(counts))):
             out[slot].append(part)
         done = [a + b for a, b in zip(done, counts, strict=True)]

@@ -46,6 +46,9 @@ def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Mo
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else 0.15)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model
 

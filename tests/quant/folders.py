@@ -15,9 +15,10 @@ from torch import Tensor
 from tests.quant.packers import Packed
 from tests.steps import make_batch
 from windlass.config import EngineConfig
+from windlass.core.mla import LatentHeads
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
-from windlass.kernels.batch import KVCache, attention_layout
+from windlass.kernels.batch import KVCache, attention_layout, latent_layout
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.runner.assemble import Loaded, load_network
@@ -89,14 +90,17 @@ def loaded(model: Path, **options: Any) -> Loaded:
 def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     """Logits of every position of one prompt."""
     network, parts = made.network, made.parts
-    heads = network.model.layers[0].self_attn.heads
-    layout = attention_layout(
-        [None] * len(network.model.layers),
-        num_kv_heads=heads.num_kv,
-        dim=heads.dim,
-        block_size=16,
-        dtype=parts.dtype,
-    )
+    heads, num_layers = network.model.layers[0].self_attn.heads, len(network.model.layers)
+    if isinstance(heads, LatentHeads):
+        layout = latent_layout(num_layers, dim=heads.dim, block_size=16, dtype=parts.dtype)
+    else:
+        layout = attention_layout(
+            [None] * num_layers,
+            num_kv_heads=heads.num_kv,
+            dim=heads.dim,
+            block_size=16,
+            dtype=parts.dtype,
+        )
     cache = KVCache(layout, 16, parts.dtype, parts.device)
     slots = SlotTables(1, 16, 16, parts.device)
     slot_init = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)

@@ -26,8 +26,8 @@ class LatentWeights:
 
     norm: Tensor  # [rank]
     eps: float
-    # [heads, nope dim + value dim, rank]: the rows that give a head's key, then those of its value.
-    up: Tensor
+    keys: Tensor  # [heads, nope dim, rank]: a head's projection of latents to keys
+    values: Tensor  # [heads, value dim, rank]
 
 
 def latent_queries(
@@ -57,7 +57,7 @@ def latent_queries(
     _write(torch.cat([low[:, None], rotated(key[:, None])], dim=-1), kv, batch)
     q = q.reshape(q.shape[0], heads.num_q, heads.query_dim)
     nope, positional = q.split([heads.nope_dim, heads.rope_dim], dim=-1)
-    absorbed = _per_head(nope, weights.up[:, : heads.nope_dim], batch.batch_invariant)
+    absorbed = _per_head(nope, weights.keys, batch.batch_invariant)
     return torch.cat([absorbed, rotated(positional)], dim=-1)
 
 
@@ -77,12 +77,9 @@ def torch_latent_attention(
     return kernel.attention(queries, _with_values(kv, rank), batch, AttentionOptions(scale))
 
 
-def latent_outputs(
-    mixed: Tensor, heads: LatentHeads, weights: LatentWeights, batch: StepBatch
-) -> Tensor:
+def latent_outputs(mixed: Tensor, weights: LatentWeights, batch: StepBatch) -> Tensor:
     """Project mean latents [tokens, heads, rank] to the heads' values [tokens, heads * value dim]."""
-    up = weights.up[:, heads.nope_dim :].mT
-    return _per_head(mixed, up, batch.batch_invariant).flatten(1)
+    return _per_head(mixed, weights.values.mT, batch.batch_invariant).flatten(1)
 
 
 def _with_values(kv: LayerKV, rank: int) -> LayerKV:

@@ -82,7 +82,7 @@ class Ops:
         """
         queries = self.latent_queries(q, latent, heads, weights, cos_sin, kv, batch)
         mixed = self.latent_attention(queries, kv, batch, scale, heads.rank)
-        return self.latent_outputs(mixed, heads, weights, batch)
+        return self.latent_outputs(mixed, weights, batch)
 
     @property
     def is_triton(self) -> bool:

@@ -6,12 +6,14 @@ The KV cache holds the latent vectors, which all heads read (kernels/latent.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import LogitsIndices, StepBatch
+from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.ops import Ops
@@ -19,7 +21,6 @@ from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
-from windlass.quant.base import LinearMethod
 from windlass.quant.dequantised import Dequantised
 from windlass.quant.packed_method import PackedMethod
 from windlass.quant.shard import Shard
@@ -37,24 +38,33 @@ class MLAShape:
     heads: LatentHeads
     scale: float  # of the scores
     q_rank: int | None  # features between the two projections of queries; None: one projection
+    split_up: bool = False  # kv_b_proj is stored as k_b_proj, transposed per head, and v_b_proj
 
 
-class UpProjection(StoredWeight):
-    """kv_b_proj, as a weight [heads, nope dim + value dim, rank] that attention absorbs."""
+class AbsorbedWeight(StoredWeight):
+    """A weight [heads, outputs of a head, inputs] that attention absorbs, dequantised at load."""
 
     def __init__(
-        self, heads: LatentHeads, method: LinearMethod, group: Group, dtype: torch.dtype
+        self,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        num_heads: int,
+        method_for: MethodFor,
+        group: Group,
+        dtype: torch.dtype,
     ) -> None:
+        method = method_for([name])
         if isinstance(method, PackedMethod):
             method = Dequantised(method, dtype, "absorbed into queries and outputs of attention")
-        unit = heads.nope_dim + heads.value_dim
-        outputs = Shard.even(heads.num_q * unit, group, unit=unit)
-        super().__init__({"kv_b_proj": outputs}, Shard(heads.rank), method)
-        self._unit = unit
+        shard = Shard.even(num_heads * outputs, group, unit=outputs)
+        super().__init__({name: shard}, Shard(inputs), method)
+        self._outputs = outputs
 
     def by_head(self) -> Tensor:
         assert self.weight is not None
-        return self.weight.unflatten(0, (-1, self._unit))
+        return self.weight.unflatten(0, (-1, self._outputs))
 
 
 class MLA(nn.Module):
@@ -91,7 +101,21 @@ class MLA(nn.Module):
             self.q_b_proj = linear({"q_b_proj": q}, Shard(q_rank))
             self.q_a_layernorm.input_quant = self.q_b_proj.input_quant
         self.kv_a_layernorm = RMSNorm(size=total.rank, eps=_LATENT_EPS, dtype=dtype, ops=ops)
-        self.kv_b_proj = UpProjection(total, method_for(["kv_b_proj"]), group, dtype)
+        absorbed = partial(
+            AbsorbedWeight,
+            num_heads=total.num_q,
+            method_for=method_for,
+            group=group,
+            dtype=dtype,
+        )
+        self.kv_b_proj: AbsorbedWeight | None = None
+        self.k_b_proj: AbsorbedWeight | None = None
+        self.v_b_proj: AbsorbedWeight | None = None
+        if shape.split_up:
+            self.k_b_proj = absorbed("k_b_proj", total.rank, total.nope_dim)
+            self.v_b_proj = absorbed("v_b_proj", total.value_dim, total.rank)
+        else:
+            self.kv_b_proj = absorbed("kv_b_proj", total.nope_dim + total.value_dim, total.rank)
         values = Shard.even(total.num_q * total.value_dim, group, unit=total.value_dim)
         self.o_proj = linear({"o_proj": hidden}, values)
 
@@ -99,35 +123,46 @@ class MLA(nn.Module):
         self,
         x: Inputs,
         residual: Tensor,
-        norm: RMSNorm,
+        norm: Norm,
         batch: StepBatch,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
         """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
-        projected = self.qkv_proj(x, batch.adapters)
-        q, latent = projected.split([projected.shape[1] - self.heads.dim, self.heads.dim], dim=1)
-        if self.q_b_proj is not None and self.q_a_layernorm is not None:
-            normed, _ = self.q_a_layernorm.add(q, None, batch.adapters is not None)
-            q = self.q_b_proj(normed, batch.adapters)
-        weights = LatentWeights(
-            norm=self.kv_a_layernorm.weight,
-            eps=self.kv_a_layernorm.eps,
-            up=self.kv_b_proj.by_head(),
-        )
-        attended = self.ops.attend_latent(
-            q,
-            latent,
-            self.heads,
-            weights,
-            cos_sin=cos_sin,
-            kv=batch.kv[self.index],
-            batch=batch,
-            scale=self.scale,
-        )
+        attended = self._attended(x, batch, cos_sin)
         if logits_indices is None:
             return self.o_proj.then(attended, residual, norm, batch.adapters)
         attended, residual = (
             self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
         )
         return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+
+    def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """The heads' outputs of all tokens; writes their latents."""
+        assert cos_sin is not None
+        projected = self.qkv_proj(x, batch.adapters)
+        q, latent = projected.split([projected.shape[1] - self.heads.dim, self.heads.dim], dim=1)
+        if self.q_b_proj is not None and self.q_a_layernorm is not None:
+            normed, _ = self.q_a_layernorm.add(q, None, batch.adapters is not None)
+            q = self.q_b_proj(normed, batch.adapters)
+        return self.ops.attend_latent(
+            q,
+            latent,
+            self.heads,
+            self._weights,
+            cos_sin=cos_sin,
+            kv=batch.kv[self.index],
+            batch=batch,
+            scale=self.scale,
+        )
+
+    @property
+    def _weights(self) -> LatentWeights:
+        if self.k_b_proj is not None and self.v_b_proj is not None:
+            keys, values = self.k_b_proj.by_head().mT, self.v_b_proj.by_head()
+        else:
+            assert self.kv_b_proj is not None
+            sizes = [self.heads.nope_dim, self.heads.value_dim]
+            keys, values = self.kv_b_proj.by_head().split(sizes, dim=1)
+        norm = self.kv_a_layernorm
+        return LatentWeights(norm=norm.weight, eps=norm.eps, keys=keys, values=values)

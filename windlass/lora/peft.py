@@ -40,14 +40,8 @@ _BASE_COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """(out, in) of every module that an adapter can change."""
-    heads, kv_heads = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
     hidden, intermediate = hparams.hidden_size, hparams.intermediate_size
-    attention = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
-    }
+    attention = _attention_shapes(hparams)
     mlp = {"mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
     if hparams.gated_mlp:
         mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
@@ -57,6 +51,23 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
         modules = attention if is_moe else attention | mlp
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
+
+
+def _attention_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
+    hidden = hparams.hidden_size
+    if hparams.mla is None:
+        q, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
+        shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        shapes["o_proj"] = (hidden, q)
+    else:  # kv_b_proj is absorbed, so adapters cannot change it
+        heads, rank = hparams.mla.heads, hparams.mla.q_rank
+        q = heads.num_q * heads.query_dim
+        shapes = {"q_proj": (q, hidden)}
+        if rank is not None:
+            shapes = {"q_a_proj": (rank, hidden), "q_b_proj": (q, rank)}
+        shapes["kv_a_proj_with_mqa"] = (heads.dim, hidden)
+        shapes["o_proj"] = (hidden, heads.num_q * heads.value_dim)
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
 class AdapterFolder:

@@ -19,6 +19,7 @@ from windlass.kernels.batch import (
     LogitsIndices,
     StepBatch,
     attention_layout,
+    latent_layout,
 )
 from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.gemm import Norm
@@ -27,6 +28,7 @@ from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.head import Head
 from windlass.layers.linear import Linear
+from windlass.layers.mla import MLA, MLAShape
 from windlass.layers.mlp import GatedMLP, PlainMLP
 from windlass.layers.moe import MoE, MoEShape
 from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, after
@@ -48,18 +50,10 @@ class Block(nn.Module):
 
     def __init__(self, index: int, hparams: HParams, parts: Parts) -> None:
         super().__init__()
-        name = f"model.layers.{index}"
         placement = hparams.norm.placement
         self._scale = hparams.residual_scale
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
-        self.self_attn = Attention(
-            index=index,
-            shape=_attention_shape(index, hparams),
-            method_for=partial(parts.method_for, f"{name}.self_attn."),
-            ops=parts.ops,
-            group=parts.mesh.tp,
-            dtype=parts.dtype,
-        )
+        self.self_attn = _attention(index, hparams, parts)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
@@ -111,6 +105,7 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
+        assert isinstance(self.self_attn, Attention)
         attended = self.self_attn.output(x, batch, cos_sin, logits_indices)
         adapters = batch.adapters
         if logits_indices is not None:
@@ -194,6 +189,36 @@ def _rotary(rope: RopeConfig, parts: Parts) -> Rotary:
     inv_freq, scale = frequencies(rope)
     return Rotary(
         inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
+    )
+
+
+def _attention(index: int, hparams: HParams, parts: Parts) -> Attention | MLA:
+    """The layer's attention over keys and values, or over latents."""
+    method_for = partial(parts.method_for, f"model.layers.{index}.self_attn.")
+    if hparams.mla is not None:
+        assert hparams.attention_scale is not None
+        shape = MLAShape(
+            hidden_size=hparams.hidden_size,
+            heads=hparams.mla.heads,
+            scale=hparams.attention_scale,
+            q_rank=hparams.mla.q_rank,
+            split_up=hparams.mla.split_up,
+        )
+        return MLA(
+            index=index,
+            shape=shape,
+            method_for=method_for,
+            ops=parts.ops,
+            group=parts.mesh.tp,
+            dtype=parts.dtype,
+        )
+    return Attention(
+        index=index,
+        shape=_attention_shape(index, hparams),
+        method_for=method_for,
+        ops=parts.ops,
+        group=parts.mesh.tp,
+        dtype=parts.dtype,
     )
 
 
@@ -289,6 +314,13 @@ class Decoder(Network):
 
     @classmethod
     def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+        if hparams.mla is not None:
+            return latent_layout(
+                hparams.num_layers,
+                dim=hparams.mla.heads.dim,
+                block_size=block_size,
+                dtype=dtype,
+            )
         return attention_layout(
             hparams.sliding_windows,
             num_kv_heads=hparams.num_kv_heads,

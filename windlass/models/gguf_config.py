@@ -30,11 +30,14 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
     hidden = keys.positive_int("embedding_length")
     head_dim = keys.positive_int("attention.key_length", max(1, hidden // heads))
     value_dim = keys.positive_int("attention.value_length", head_dim)
-    if value_dim != head_dim:
+    is_latent = "attention.kv_lora_rank" in keys
+    if value_dim != head_dim and not is_latent:
         raise UnsupportedError(
             f"{header.path}: the head size of keys is {head_dim} and of values {value_dim}; "
             "different sizes are not supported."
         )
+    # Of latent attention, only the features with positions count.
+    rope_dim = keys.positive_int("rope.dimension_count") if is_latent else head_dim
     return {
         "architectures": [name],
         "hidden_size": hidden,
@@ -47,7 +50,7 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
         **keys.renamed({"attention.layer_norm_rms_epsilon": "rms_norm_eps"}),
         "hidden_act": "silu",
         "max_position_embeddings": keys.positive_int("context_length"),
-        "rope_parameters": _rope(keys, head_dim) | {"rope_factors": rope_factors},
+        "rope_parameters": _rope(keys, rope_dim) | {"rope_factors": rope_factors},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
@@ -118,4 +121,7 @@ def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
     }
     found = keys.present(*(f"rope.scaling.{name}" for name in scaling))
     named = {scaling[key.removeprefix("rope.scaling.")]: value for key, value in found.items()}
+    log_factor = keys.number_or_none("rope.scaling.yarn_log_multiplier")
+    if log_factor:  # DeepSeek: a tenth of mscale_all_dim, which equals mscale
+        named |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log_factor)
     return rope | {"rope_type": kind} | named

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from windlass.core.mla import LatentHeads
 from windlass.core.moe import ExpertActivation, Routing
 from windlass.models.rope_config import RopeConfig
 
@@ -44,6 +45,15 @@ class MoEHParams:
     expert_bias: bool = False
     shared_intermediate_size: int = 0  # of the expert that every token uses; 0: there is none
     shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAHParams:
+    """Latent attention (MLA)."""
+
+    heads: LatentHeads
+    q_rank: int | None  # features between the two projections of queries; None: one projection
+    split_up: bool = False  # the file has kv_b_proj as two tensors, as llama.cpp stores it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,8 @@ class HParams:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     moe: MoEHParams | None = None
+    # If set, attention is MLA, and num_kv_heads and head_dim are those of the latents.
+    mla: MLAHParams | None = None
     dtype: str | None = None  # of the checkpoint: "bfloat16"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

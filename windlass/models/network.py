@@ -129,6 +129,7 @@ def kernel_need(
         heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
         rotated=hparams.rope.dim,
         soft_cap=hparams.attention_soft_cap,
+        latent=None if hparams.mla is None else hparams.mla.heads,
         sinks=hparams.attention_sinks,
         special_rope=hparams.rope_interleaved or not rotates or norms_differ,
         kv_dtype=kv_dtype,

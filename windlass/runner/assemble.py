@@ -411,6 +411,7 @@ class _Maker:
             return cuda_executors(
                 parts,
                 heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+                latent=hparams.mla is not None,
                 max_rows=0 if self._config.model.enforce_eager else self._limits.max_num_seqs,
                 max_tokens=self._limits.max_num_batched_tokens,
                 max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,

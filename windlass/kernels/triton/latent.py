@@ -81,17 +81,14 @@ def latent_queries(
         **pdl.options(),
     )
     nope = q.as_strided((tokens, heads.num_q, heads.nope_dim), (q.stride(0), heads.query_dim, 1))
-    up = weights.up[:, : heads.nope_dim]
-    _per_head(nope, up, queries[..., : heads.rank], batch.batch_invariant)
+    _per_head(nope, weights.keys, queries[..., : heads.rank], batch.batch_invariant)
     return queries
 
 
-def latent_outputs(
-    mixed: Tensor, heads: LatentHeads, weights: LatentWeights, batch: StepBatch
-) -> Tensor:
+def latent_outputs(mixed: Tensor, weights: LatentWeights, batch: StepBatch) -> Tensor:
     """Same contract as `windlass.kernels.latent.latent_outputs`."""
-    out = mixed.new_empty((mixed.shape[0], heads.num_q, heads.value_dim))
-    _per_head(mixed, weights.up[:, heads.nope_dim :].mT, out, batch.batch_invariant)
+    out = mixed.new_empty((*mixed.shape[:2], weights.values.shape[1]))
+    _per_head(mixed, weights.values.mT, out, batch.batch_invariant)
     return out.flatten(1)
 
 

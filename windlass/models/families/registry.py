@@ -27,6 +27,8 @@ _FAMILIES = {
     "Qwen2MoeForCausalLM": "qwen:QWEN2_MOE",
     "Qwen3ForCausalLM": "qwen:QWEN3",
     "Qwen3MoeForCausalLM": "qwen:QWEN3_MOE",
+    "DeepseekV2ForCausalLM": "deepseek:DEEPSEEK_V2",
+    "DeepseekV3ForCausalLM": "deepseek:DEEPSEEK_V3",
 }
 # By llama.cpp's name.
 _GGUF = {
@@ -40,6 +42,7 @@ _GGUF = {
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
 }
 ARCHITECTURES = tuple(_FAMILIES)
 GGUF_ARCHITECTURES = tuple(_GGUF)

@@ -6,6 +6,7 @@ import torch
 
 from windlass.kernels.batch import Heads
 from windlass.kernels.triton.attention import tile_tokens
+from windlass.kernels.triton.latent import decode_parts
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.mixed import MixedForward, MixedGraphs
@@ -16,10 +17,17 @@ from windlass.runner.executor import Executor
 
 
 def cuda_executors(
-    parts: RunnerParts, *, heads: Heads, max_rows: int, max_tokens: int, max_draft_tokens: int
+    parts: RunnerParts,
+    *,
+    heads: Heads,
+    latent: bool,
+    max_rows: int,
+    max_tokens: int,
+    max_draft_tokens: int,
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
+    `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
     `max_draft_tokens`: 0 if there is no speculation.
     """
@@ -28,7 +36,7 @@ def cuda_executors(
     metadata = DeviceMetadata(
         parts.slots,
         tile=tile_tokens(heads.group),
-        num_kv_heads=heads.num_kv,
+        num_kv_heads=decode_parts(heads.num_q) if latent else heads.num_kv,
         num_positions=max(MAX_POSITIONS, 1 + max_draft_tokens),
         multiprocessors=torch.cuda.get_device_properties(sampler.device).multi_processor_count,
     )

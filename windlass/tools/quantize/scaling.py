@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.batch import Heads
+from windlass.layers.attention import Attention
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
@@ -52,6 +53,7 @@ def folds_of(block: Block) -> list[Fold]:
     assert isinstance(mlp, GatedMLP)
     assert isinstance(block.input_layernorm, RMSNorm)
     assert block.post_attention_layernorm is not None
+    assert isinstance(attention, Attention)
     qkv, out = attention.qkv_proj, attention.o_proj
     gate_up, down = mlp.gate_up_proj, mlp.down_proj
     first, second = block.input_layernorm.weight, block.post_attention_layernorm.weight
