@@ -1,4 +1,4 @@
-"""Writes random weights in the shape of a Llama model as a GGUF file.
+"""Writes random weights in the shape of a Llama or Granite MoE model as a GGUF file.
 
     python benchmarks/scripts/random_gguf.py benchmarks/models/llama-3.2-1b --type Q4_0 -o 1b.gguf
 
@@ -28,19 +28,22 @@ from windlass.models.hparams import HParams
 from windlass.models.source import resolve
 
 _QUANTISABLE = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # with the gguf package
+_ARCHITECTURES = {"LlamaForCausalLM": "llama", "GraniteMoeForCausalLM": "granitemoe"}
 TYPES = tuple(kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "BF16"))
 
 
 @dataclass(frozen=True, slots=True)
 class StorageTypes:
-    """GGUF types of the layers' matrices, and of embedding and head."""
+    """GGUF types of the layers' matrices, of their down projections, and of embedding and head."""
 
     layers: str
     head: str
+    down: str | None = None  # None: as `layers`
 
     def __post_init__(self) -> None:
-        for option, name in (("--type", self.layers), ("--head-type", self.head)):
-            if name not in TYPES:
+        options = {"--type": self.layers, "--head-type": self.head, "--down-type": self.down}
+        for option, name in options.items():
+            if name is not None and name not in TYPES:
                 raise ConfigError(f"{option} {name!r} is not known. Known: {', '.join(TYPES)}.")
 
 
@@ -77,7 +80,7 @@ def write_gguf(folder: str, types: StorageTypes, to: Path, weights: Weights | No
         hparams = replace(hparams, num_layers=weights.num_layers)
     vocabulary = _default_vocabulary()
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"].data)
-    writer = GGUFWriter(to, "llama")
+    writer = GGUFWriter(to, _ARCHITECTURES[hparams.architecture])
     _add_shape(writer, hparams, vocab_size)
     for name, field in vocabulary.items():
         if name.startswith("tokenizer."):
@@ -101,9 +104,9 @@ def _default_vocabulary() -> dict[str, ReaderField]:
 
 
 def _check(hparams: HParams, folder: str, types: StorageTypes) -> None:
-    if hparams.architecture != "LlamaForCausalLM":
+    if hparams.architecture not in _ARCHITECTURES:
         raise ConfigError(
-            f"{folder}: is a {hparams.architecture}; only LlamaForCausalLM is supported."
+            f"{folder}: is a {hparams.architecture}. Supported: {', '.join(_ARCHITECTURES)}."
         )
     blocks = {item.name: item.block_size for item in TENSOR_TYPES.values()}
     sizes = (
@@ -132,6 +135,13 @@ def _add_shape(writer: GGUFWriter, hparams: HParams, vocab_size: int) -> None:
     writer.add_context_length(hparams.max_positions)
     writer.add_layer_norm_rms_eps(hparams.norm_eps)
     writer.add_vocab_size(vocab_size)
+    if hparams.moe is not None:
+        writer.add_expert_count(hparams.moe.routing.num_experts)
+        writer.add_expert_used_count(hparams.moe.routing.top_k)
+        writer.add_embedding_scale(hparams.embedding_scale)
+        writer.add_residual_scale(hparams.residual_scale)
+        writer.add_attention_scale(hparams.attention_scale or hparams.head_dim**-0.5)
+        writer.add_logit_scale(1 / hparams.logit_scale)
 
 
 def _add_tensors(
@@ -148,9 +158,15 @@ def _add_tensors(
         "attn_k": (shared, width),
         "attn_v": (shared, width),
         "attn_output": (width, own),
-        "ffn_gate": (hparams.intermediate_size, width),
-        "ffn_up": (hparams.intermediate_size, width),
-        "ffn_down": (width, hparams.intermediate_size),
+    }
+    inner, experts, suffix = hparams.intermediate_size, 1, ""
+    if hparams.moe is not None:
+        inner, experts = hparams.moe.intermediate_size, hparams.moe.routing.num_experts
+        suffix = "_exps"  # the experts' matrices are stacked
+    matrices |= {
+        f"ffn_gate{suffix}": (experts * inner, width),
+        f"ffn_up{suffix}": (experts * inner, width),
+        f"ffn_down{suffix}": (experts * width, inner),
     }
 
     def numbers(shape: tuple[int, int]) -> NDArray[Any]:
@@ -167,7 +183,13 @@ def _add_tensors(
         return random_blocks(kind, *shape, spread=shape[1] ** -0.5), kind
 
     def add(name: str, tensor: tuple[NDArray[Any], GGMLQuantizationType]) -> None:
-        writer.add_tensor(f"{name}.weight", tensor[0], raw_dtype=tensor[1])
+        data, kind = tensor
+        if name.endswith("_exps"):
+            data = data.reshape(experts, -1, data.shape[-1])
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    def type_of(name: str) -> str:
+        return types.down if types.down and name.startswith("ffn_down") else types.layers
 
     ones = (np.ones(width, dtype=np.float32), GGMLQuantizationType.F32)
     add("token_embd", matrix((vocab_size, width), types.head))
@@ -175,11 +197,14 @@ def _add_tensors(
         add("output", matrix((vocab_size, width), types.head))
     if types.layers in _QUANTISABLE:
         values = {name: numbers(shape) for name, shape in matrices.items()}
-        layer = {name: quantised(each, types.layers) for name, each in values.items()}
+        layer = {name: quantised(each, type_of(name)) for name, each in values.items()}
     else:
         values = {}
-        layer = {name: matrix(shape, types.layers) for name, shape in matrices.items()}
+        layer = {name: matrix(shape, type_of(name)) for name, shape in matrices.items()}
     layer |= {"attn_norm": ones, "ffn_norm": ones}
+    if hparams.moe is not None:
+        router = numbers((experts, width))
+        layer["ffn_gate_inp"] = (router, GGMLQuantizationType.F32)
     residual = ("attn_output", "ffn_down")  # matrices whose outputs are added to the residual
     scaled = {name: weights.quiet * values[name] for name in residual if name in values}
     quiet = layer | {name: quantised(each, types.layers) for name, each in scaled.items()}
@@ -195,9 +220,12 @@ def main() -> None:
     parser.add_argument("folder", help="folder with a config.json, as in benchmarks/models")
     parser.add_argument("--type", default="Q4_0", help="type of the layers: " + ", ".join(TYPES))
     parser.add_argument("--head-type", default="Q8_0", help="type of embedding and head")
+    parser.add_argument("--down-type", help="type of down projections; default: as --type")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
-    size = write_gguf(args.folder, StorageTypes(args.type, args.head_type), args.output)
+    size = write_gguf(
+        args.folder, StorageTypes(args.type, args.head_type, args.down_type), args.output
+    )
     print(f"written to {args.output}: {size / 2**20:,.0f} MiB")
 
 

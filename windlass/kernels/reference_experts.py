@@ -102,19 +102,27 @@ class ReferenceMLP(ExpertMLP):
     def apply(self, x: Tensor, logits: Tensor) -> Tensor:
         weights = self._weights
         scales, chosen = route(logits, weights.correction_bias, weights.routing)
-        hidden, inner = weights.hidden_size, weights.intermediate_size
-        out = torch.zeros(x.shape[0], hidden, dtype=torch.float32, device=x.device)
+        out = torch.zeros(x.shape[0], weights.hidden_size, dtype=torch.float32, device=x.device)
+        if x.is_cuda:  # captured graphs cannot depend on the choice: all tokens use all experts
+            for expert in range(weights.routing.num_experts):
+                share = (scales * (chosen == expert)).sum(-1, keepdim=True)
+                out += self._expert(x, expert).float() * share
+            return out.to(x.dtype)
         for expert in chosen.unique().tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            gate_up = self._linear(x[tokens], weights.gate_up, expert * 2 * inner, 2 * inner)
-            if weights.gate_up_bias is not None:
-                gate_up = gate_up + weights.gate_up_bias[expert]
-            activated = activate(gate_up, weights.activation)
-            y = self._linear(activated, weights.down, expert * hidden, hidden)
-            if weights.down_bias is not None:
-                y = y + weights.down_bias[expert]
+            y = self._expert(x[tokens], expert)
             out.index_add_(0, tokens, y.float() * scales[tokens, places, None])
         return out.to(x.dtype)
+
+    def _expert(self, x: Tensor, expert: int) -> Tensor:
+        weights = self._weights
+        hidden, inner = weights.hidden_size, weights.intermediate_size
+        gate_up = self._linear(x, weights.gate_up, expert * 2 * inner, 2 * inner)
+        if weights.gate_up_bias is not None:
+            gate_up = gate_up + weights.gate_up_bias[expert]
+        activated = activate(gate_up, weights.activation)
+        y = self._linear(activated, weights.down, expert * hidden, hidden)
+        return y if weights.down_bias is None else y + weights.down_bias[expert]
 
     def _linear(self, x: Tensor, form: Packed | Tensor, first: int, count: int) -> Tensor:
         rows = expert_rows(form, first, count)

@@ -1,0 +1,145 @@
+"""Families with experts, latents, sinks, caps and output norms on a GPU: captured = eager = reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+COMMON = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 128, "norm_topk_prob": True}
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    **EXPERTS,
+}
+WINDOWS = {
+    "sliding_window": 24,
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, **EXPERTS},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        **WINDOWS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gpt-oss-mxfp4": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        **WINDOWS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        **WINDOWS,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        **WINDOWS,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+    },
+    "deepseek-v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **LATENT,
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **LATENT,
+        "q_lora_rank": 128,
+        "n_group": 4,
+        "topk_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(10)]
+
+
+@pytest.fixture(params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | CASES[request.param]))
+    return tmp_path
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    sizes = {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return LLM(str(folder), load_format="dummy", **{**sizes, **options})
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
+
+
+def scores(llm: LLM) -> list[float]:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    return [
+        score.logprob
+        for result in llm.generate(PROMPTS, params)
+        for score in result.prompt_logprobs
+    ]
+
+
+def test_captured_equals_eager_and_kernels_equal_the_reference(folder: Path) -> None:
+    """Random weights have near ties, so some requests may differ, and logprobs a little."""
+    captured, eager = load(folder), load(folder, enforce_eager=True)
+    pairs = list(zip(tokens(captured), tokens(eager), strict=True))
+    assert sum(a == b for a, b in pairs) / len(pairs) >= 0.8
+    reference = load(folder, plain_kernels=True, enforce_eager=True)
+    assert scores(captured) == pytest.approx(scores(reference), abs=0.03)
