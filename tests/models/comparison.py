@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,14 @@ TINY = {
 
 def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Module:
     """A model of transformers with random weights, saved to the folder."""
-    kind = getattr(transformers, f"{family}ForCausalLM")
+    kind = getattr(transformers, family + ("LMHeadModel" if family == "GPT2" else "ForCausalLM"))
     torch.manual_seed(1)
-    model = kind(kind.config_class(**{**TINY, **changes})).eval()
+    # transformers changes the dictionaries in its arguments.
+    model = kind(kind.config_class(**deepcopy({**TINY, **changes}))).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else 0.15)
+            is_norm = "norm" in key or "ln_" in key
+            parameter.normal_(1.0 if is_norm else 0.0, 0.1 if is_norm else 0.15)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -158,7 +158,8 @@ def test_llama3_rope_factors_are_read(tmp_path):
         ({"llama.attention.value_length": 32}, UnsupportedError, "head size of keys is 64"),
         ({"llama.block_count": None}, CheckpointError, "field 'block_count' is missing"),
         ({"llama.attention.head_count_kv": [1, 2]}, UnsupportedError, "differs between layers"),
-        ({"llama.rope.scaling.type": "longrope"}, UnsupportedError, "'longrope'"),
+        ({"llama.rope.scaling.type": "ntk"}, UnsupportedError, "'ntk'"),
+        ({"llama.rope.scaling.type": "longrope"}, CheckpointError, "short_factor has 0 factors"),
     ],
 )
 def test_unknown_metadata_is_rejected_by_name(tmp_path, metadata, error, message):

@@ -109,7 +109,7 @@ def test_architecture_may_come_from_the_model_type():
         (
             {"architectures": ["MambaForCausalLM"]},
             UnsupportedError,
-            "LlamaForCausalLM, MistralForCausalLM, ",
+            "LlamaForCausalLM, Mini",
         ),
         ({"architectures": None}, CheckpointError, "neither architectures nor model_type"),
         ({"hidden_act": "softplus"}, UnsupportedError, "hidden_act 'softplus'"),
@@ -117,7 +117,8 @@ def test_architecture_may_come_from_the_model_type():
         ({"vocab_size": "many"}, CheckpointError, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, CheckpointError, "not a multiple of num_key_value_heads"),
         ({"num_attention_heads": 6}, CheckpointError, "not a multiple of num_attention_heads"),
-        ({"rope_scaling": {"type": "longrope"}}, UnsupportedError, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "ntk"}}, UnsupportedError, "rope type 'ntk'"),
+        ({"rope_scaling": {"type": "longrope"}}, CheckpointError, "short_factor has 0 factors"),
         ({"rope_scaling": {"type": "linear"}}, CheckpointError, "field 'factor' is missing"),
         ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "by layer type"),
         ({"quantization_config": "awq"}, CheckpointError, "expected an object"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows
@@ -33,11 +34,17 @@ class Head(Linear):
     """Logits of the whole vocabulary: each rank computes those of its tokens."""
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, method: LinearMethod, group: Group
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        method: LinearMethod,
+        group: Group,
+        bias: torch.dtype | None = None,
     ) -> None:
         """`name` is the checkpoint module of the weight."""
         rows = vocab_shard(vocab_size, group, method.params(name, vocab_size, hidden_size))
-        super().__init__({name: rows}, Shard(hidden_size), method, group)
+        super().__init__({name: rows}, Shard(hidden_size), method, group, bias)
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         return self.group.all_gather(super().forward(x, adapters))

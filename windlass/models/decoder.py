@@ -186,7 +186,7 @@ def _quantise_for(norm: nn.Module | None, reader: Linear) -> None:
 
 
 def _rotary(rope: RopeConfig, parts: Parts) -> Rotary:
-    inv_freq, scale = frequencies(rope)
+    inv_freq, scale = frequencies(rope, parts.max_positions)
     return Rotary(
         inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
     )
@@ -304,6 +304,7 @@ class Decoder(Network):
             hidden_size=hparams.hidden_size,
             method=method,
             group=parts.mesh.tp,
+            bias=parts.dtype if hparams.lm_head_bias else None,
         )
         reads_rows = isinstance(method, PackedMethod) and method.gives_rows(
             head.parts[name], head.num_in

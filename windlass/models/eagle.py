@@ -139,7 +139,7 @@ class Eagle(Weights):
             group=parts.mesh.tp,
         )
         self.d2t = nn.Parameter(torch.empty(draft_vocab, dtype=torch.int64), requires_grad=False)
-        inv_freq, scale = frequencies(hparams.rope)
+        inv_freq, scale = frequencies(hparams.rope, parts.max_positions)
         self.rotary = Rotary(
             inv_freq=inv_freq, scale=scale, max_positions=parts.max_positions, device=parts.device
         )

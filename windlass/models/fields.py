@@ -35,12 +35,15 @@ class Fields:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
         """These fields, and those of `defaults` that are absent."""
-        own = {name: value for name, value in self._values.items() if value is not None}
-        return Fields({**defaults, **own}, self.source, self._advice)
+        return self.updated(**{name: value for name, value in defaults.items() if name not in self})
 
     def renamed(self, names: Mapping[str, str]) -> dict[str, Any]:
         """The present fields among the keys of `names`, unchecked, under the names of another format."""
         return {names[name]: value for name, value in self.present(*names).items()}
+
+    def updated(self, **values: Any) -> Fields:
+        """A copy with other values, such as those that a family stores under names of its own."""
+        return Fields({**self._values, **values}, self.source, self._advice)
 
     def positive_int(self, name: str, default: int = _REQUIRED) -> int:
         """A positive integer."""

@@ -78,6 +78,7 @@ class HParams:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     # Norms of q and k, as in layers/attention.py: of each head with one weight for all heads or with a
     # weight for each, or of all heads together.
     qk_norm: Literal["head", "each_head", "whole"] | None = None

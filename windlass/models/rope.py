@@ -10,8 +10,12 @@ from torch import Tensor
 from windlass.models.rope_config import RopeConfig
 
 
-def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2], and a scale for cos and sin."""
+def frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim / 2], and a scale for cos and sin.
+
+    `max_positions`: of the longest context. It selects the factors of longrope for all contexts, since
+    cached keys cannot change their rotation when a context grows.
+    """
     exponent = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
     base = 1.0 / rope.theta**exponent
     if rope.rope_factors is not None:
@@ -22,6 +26,10 @@ def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(base, rope), 1.0
     if rope.kind == "yarn":
         return _yarn(base, rope), _yarn_scale(rope)
+    if rope.kind == "longrope":
+        is_long = max_positions > rope.original_max_positions
+        factors = rope.long_factors if is_long else rope.short_factors
+        return base / torch.tensor(factors, device="cpu"), _longrope_scale(rope)
     # "dynamic" differs only beyond the trained context, which RopeConfig.max_context excludes.
     return base, 1.0
 
@@ -50,6 +58,14 @@ def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
     index = torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu")
     interpolated = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return base / rope.factor * interpolated + base * (1 - interpolated)
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _yarn_scale(rope: RopeConfig) -> float:

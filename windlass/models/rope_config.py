@@ -11,7 +11,7 @@ from typing import Literal, cast, get_args
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.fields import Fields
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
-    attention_factor: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn, longrope
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
@@ -33,6 +33,9 @@ class RopeConfig:
     truncate: bool = True  # yarn
     # llama.cpp stores llama3 scaling as one divisor per frequency, dim / 2 in total.
     rope_factors: tuple[float, ...] | None = None
+    # longrope: divisors for contexts of up to original_max_positions, and for longer ones
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
 
     @classmethod
     def from_hf(
@@ -65,7 +68,7 @@ class RopeConfig:
             dim=dim,
             original_max_positions=original,
             kind=cast(RopeKind, kind),
-            factor=1.0 if kind == "default" else rope.number("factor"),
+            factor=_factor(cast(RopeKind, kind), rope, config, original),
             low_freq_factor=rope.number("low_freq_factor") if kind == "llama3" else None,
             high_freq_factor=rope.number("high_freq_factor") if kind == "llama3" else None,
             attention_factor=rope.number_or_none("attention_factor"),
@@ -74,7 +77,9 @@ class RopeConfig:
             mscale=rope.number_or_none("mscale"),
             mscale_all_dim=rope.number_or_none("mscale_all_dim"),
             truncate=rope.flag("truncate", True),
-            rope_factors=_factors(rope, dim),
+            rope_factors=_factors(rope, "rope_factors", dim),
+            short_factors=_factors(rope, "short_factor", dim, required=kind == "longrope"),
+            long_factors=_factors(rope, "long_factor", dim, required=kind == "longrope"),
         )
 
     def max_context(self, max_positions: int) -> int:
@@ -110,12 +115,21 @@ def _merged_fields(config: Fields, layer_type: str | None) -> Fields:
     return Fields(merged, f"{config.source} (rope)")
 
 
-def _factors(rope: Fields, dim: int) -> tuple[float, ...] | None:
-    factors = rope.sequence("rope_factors")
-    if factors is None:
+def _factor(kind: RopeKind, rope: Fields, config: Fields, original: int) -> float:
+    if kind == "default":
+        return 1.0
+    if kind == "longrope":
+        return rope.number("factor", config.positive_int("max_position_embeddings") / original)
+    return rope.number("factor")
+
+
+def _factors(rope: Fields, name: str, dim: int, required: bool = False) -> tuple[float, ...] | None:
+    """A divisor for each frequency."""
+    factors = rope.sequence(name)
+    if factors is None and not required:
         return None
-    if len(factors) != dim // 2:
+    if factors is None or len(factors) != dim // 2:
         raise CheckpointError(
-            f"{rope.source}: {len(factors)} rope factors for {dim // 2} frequencies."
+            f"{rope.source}: {name} has {len(factors or ())} factors for {dim // 2} frequencies."
         )
     return tuple(float(factor) for factor in factors)

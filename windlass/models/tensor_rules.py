@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ class Rule:
     index: int | None = None  # of the first axis, for stacked tensors
     transposed: bool = False
     add: float = 0.0  # to every value
+    stack: int | None = None  # the tensor becomes this index of the first axis of `name`
 
     @property
     def is_rename(self) -> bool:
@@ -77,20 +78,29 @@ class MappedCheckpoint:
     def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule]) -> None:
         self._checkpoint = checkpoint
         self._sources: dict[str, _Source] = {}
+        self._stacks: dict[str, dict[int, str]] = {}
         compiled = [(re.compile(rule.pattern), rule) for rule in rules]
         for name in checkpoint.names():
             for target, source in _targets(name, compiled):
-                if target in self._sources:
+                if source.rule is not None and source.rule.stack is not None:
+                    self._stacks.setdefault(target, {})[source.rule.stack] = name
+                elif target in self._sources:
                     raise CheckpointError(
                         f"tensors {self._sources[target].name} and {name} are both {target}. The "
                         "checkpoint mixes two layouts; convert or download it again."
                     )
-                self._sources[target] = source
+                else:
+                    self._sources[target] = source
 
     def names(self) -> Collection[str]:
-        return self._sources.keys()
+        return self._sources.keys() | self._stacks.keys()
 
     def stored(self, name: str) -> StoredTensor:
+        if name in self._stacks:
+            parts = [self._checkpoint.stored(part) for part in self._stacks[name].values()]
+            shape = (len(parts), *parts[0].shape)
+            num_bytes = sum(part.num_bytes for part in parts)
+            return replace(parts[0], shape=shape, num_bytes=num_bytes)
         source = self._source(name)
         found = self._checkpoint.stored(source.name)
         rule = source.rule
@@ -111,6 +121,8 @@ class MappedCheckpoint:
         self, name: str, shape: tuple[int, ...], region: Region = (), *, raw: bool = False
     ) -> torch.Tensor:
         """See `Checkpoint.read`."""
+        if name in self._stacks:
+            return self._stacked(name, shape)[region]
         source = self._source(name)
         rule = source.rule
         if rule is None or rule.is_rename:
@@ -120,6 +132,19 @@ class MappedCheckpoint:
             whole, inner = _within(rule.rows, stored, shape, region)
             return self._checkpoint.read(source.name, whole, inner, raw=raw)
         return self._transformed(source.name, rule, shape)[region]
+
+    def _stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        import torch
+
+        parts = self._stacks[name]
+        if sorted(parts) != list(range(shape[0])):
+            raise CheckpointError(
+                f"tensor {name} is stored in {len(parts)} parts, the network needs {shape[0]}: the "
+                f"last one found is {parts[max(parts)]}."
+            )
+        return torch.stack(
+            [self._checkpoint.read(parts[index], shape[1:]) for index in range(shape[0])]
+        )
 
     def _transformed(self, name: str, rule: Rule, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._checkpoint.read(name, self._checkpoint.stored(name).shape)
@@ -144,6 +169,44 @@ class MappedCheckpoint:
         if name not in self._sources:
             raise missing(name, self._sources)
         return self._sources[name]
+
+
+def renames(names: Mapping[str, str], *, transposed: bool = False) -> list[Rule]:
+    """Rules that rename modules; a * stands for the number of the layer.
+
+    `transposed`: the weights are stored as [inputs, outputs].
+    """
+    kinds = {"weight": True, "bias": False} if transposed else {r"\w+": False}
+    return [
+        Rule(
+            pattern=rf"{re.escape(old)}\.(?P<tensor>{kind})".replace(r"\*", r"(\d+)"),
+            name=rf"{new}.\g<tensor>".replace("*", r"\1"),
+            transposed=is_transposed,
+        )
+        for old, new in names.items()
+        for kind, is_transposed in kinds.items()
+    ]
+
+
+def split(
+    module: str,
+    parts: Mapping[str, int],
+    *,
+    groups: int = 1,
+    transposed: bool = False,
+) -> list[Rule]:
+    """Rules that split a fused projection; `parts` maps modules to their outputs, in their order.
+
+    `groups`: the parts repeat, as for a projection that stores q, k and v of each head.
+    """
+    whole, start, rules = sum(parts.values()) // groups, 0, []
+    for part, num_out in parts.items():
+        rows = Rows(start, start + num_out // groups, whole, groups)
+        start = rows.stop
+        rules += [
+            replace(rule, rows=rows) for rule in renames({module: part}, transposed=transposed)
+        ]
+    return rules
 
 
 def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:

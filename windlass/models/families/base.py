@@ -15,7 +15,7 @@ from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import Activation, HParams, NormHParams
 from windlass.models.rope_config import RopeConfig
-from windlass.models.tensor_rules import Rule
+from windlass.models.tensor_rules import Rule, split
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -128,6 +128,23 @@ def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") 
     return _ACTIVATIONS[found]
 
 
+def layer_norm(fields: Fields, name: str = "layer_norm_eps", **options: Any) -> NormHParams:
+    """LayerNorms with a bias, unless `options` say otherwise. `name`: the field of their epsilon."""
+    return NormHParams(
+        **{"eps": fields.number(name, 1e-5), "kind": "layer", "bias": True, **options}
+    )
+
+
+def periodic_windows(fields: Fields, window: int | None) -> tuple[int | None, ...]:
+    """The windows from `layer_types`; else every layer has one but each `sliding_window_pattern`th."""
+    found = layer_windows(fields, window)
+    if found is not None:
+        return found
+    step = fields.positive_int("sliding_window_pattern", 4)
+    layers = fields.positive_int("num_hidden_layers")
+    return tuple(window if (layer + 1) % step else None for layer in range(layers))
+
+
 def layer_windows(fields: Fields, window: int | None) -> tuple[int | None, ...] | None:
     """The sliding window of each layer from `layer_types`; None if the config has no such field."""
     kinds = fields.sequence("layer_types")
@@ -145,6 +162,39 @@ def layer_windows(fields: Fields, window: int | None) -> tuple[int | None, ...] 
             "only sliding_attention and full_attention are supported."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def fused_qkv(
+    hparams: HParams, module: str = "model.layers.*.self_attn.qkv_proj", **options: Any
+) -> list[Rule]:
+    """Rules for a projection that stores q, k and v together. `options`: those of `split`."""
+    q, kv = (n * hparams.head_dim for n in (hparams.num_heads, hparams.num_kv_heads))
+    parts = {
+        f"model.layers.*.self_attn.{part}_proj": n
+        for part, n in zip("qkv", (q, kv, kv), strict=True)
+    }
+    return split(module, parts, **options)
+
+
+def fused_gate_up(hparams: HParams, module: str = "model.layers.*.mlp.gate_up_proj") -> list[Rule]:
+    """Rules for a projection that stores gate and up together."""
+    inner, mlp = hparams.intermediate_size, "model.layers.*.mlp"
+    return split(module, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner})
+
+
+def gguf_windows(keys: Fields, period: int = 4) -> dict[str, Any]:
+    """The windows of a GGUF file; without a list of layers, each `period`th has full attention.
+
+    Empty if the file has no window.
+    """
+    window = keys.count("attention.sliding_window", 0)
+    if not window:
+        return {}
+    name, layers = "attention.sliding_window_pattern", keys.positive_int("block_count")
+    listed = keys.sequence(name)
+    slides = listed or [(layer + 1) % period != 0 for layer in range(layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in slides]
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def _head_dim(hidden: int, heads: int, fields: Fields) -> int:

@@ -218,7 +218,7 @@ class Layer:
 
     def _run(self, hidden: Hidden, hook: Hook) -> Iterator[Tensor]:
         self._hook = hook
-        inv_freq, scale = frequencies(self._hparams.rope)
+        inv_freq, scale = frequencies(self._hparams.rope, self._hparams.max_positions)
         rotary = Rotary(
             inv_freq=inv_freq, scale=scale, max_positions=max(hidden.lengths), device=self._device
         )

@@ -69,7 +69,7 @@ class EagleHead:
             self.module.fc.weight[:, -hparams.hidden_size :].diagonal().add_(1.0)
             self.module.lm_head.weight.copy_(target.head()[self._draft_ids])
             self.module.norm.weight.copy_(target.final_norm())
-        inv_freq, scale = frequencies(hparams.rope)
+        inv_freq, scale = frequencies(hparams.rope, hparams.max_positions)
         angle = torch.outer(torch.arange(hparams.max_positions, dtype=torch.float32), inv_freq)
         table = torch.cat([angle.cos() * scale, angle.sin() * scale], dim=-1)
         self._cos_sin = table.to(target.device)
