@@ -28,6 +28,21 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+GLM_MOE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 GPT_OSS = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
@@ -63,6 +78,8 @@ CASES = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "granite-moe": ("GraniteMoe", GRANITE),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "glm-4.5-moe": ("Glm4Moe", GLM_MOE),
+    "glm-4.5-moe-norms": ("Glm4Moe", {**GLM_MOE, "use_qk_norm": True, "n_group": 2}),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 24}),
 }
 

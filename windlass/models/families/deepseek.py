@@ -15,10 +15,17 @@ from windlass.core.mla import LatentHeads
 from windlass.core.moe import Routing
 from windlass.errors import UnsupportedError
 from windlass.models.families.base import Family, GGUFFamily, read_decoder
-from windlass.models.families.moe import gguf_expert_rules, read_routing
+from windlass.models.families.moe import (
+    EXPERT_NAMES,
+    SHARED_NAMES,
+    gguf_expert_rules,
+    grouped_moe,
+    read_routing,
+    shared_expert_rules,
+)
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
-from windlass.models.hparams import HParams, MLAHParams, MoEHParams
+from windlass.models.hparams import HParams, MLAHParams
 from windlass.models.rope_config import RopeConfig
 from windlass.models.tensor_rules import Rows, Rule
 
@@ -46,7 +53,7 @@ def _read(fields: Fields, architecture: str, routing: Routing | None) -> HParams
         rope=rope,
         attention_scale=heads.query_dim**-0.5 * _mscale(rope) ** 2,
         mla=MLAHParams(heads=heads, q_rank=_q_rank(fields), split_up=fields.flag(_SPLIT, False)),
-        moe=None if routing is None else _moe(fields, routing),
+        moe=None if routing is None else grouped_moe(fields, routing),
     )
     # To all that counts KV, the layers have one head of the latents' size.
     return replace(hparams, num_kv_heads=1, head_dim=heads.dim)
@@ -61,20 +68,6 @@ def _mscale(rope: RopeConfig) -> float:
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-
-
-def _moe(fields: Fields, routing: Routing) -> MoEHParams:
-    inner = fields.positive_int("moe_intermediate_size")
-    first = fields.count("first_k_dense_replace", 0)
-    step = fields.positive_int("moe_layer_freq", 1)
-    layers = range(fields.positive_int("num_hidden_layers"))
-    return MoEHParams(
-        routing=routing,
-        intermediate_size=inner,
-        layers=tuple(layer >= first and layer % step == 0 for layer in layers),
-        correction_bias=routing.score == "sigmoid",
-        shared_intermediate_size=inner * fields.count("n_shared_experts", 0),
-    )
 
 
 def _check(fields: Fields, name: str, supported: Sequence[str]) -> str:
@@ -120,21 +113,6 @@ def _v3(fields: Fields, architecture: str) -> HParams:
         group_score="top2",
     )
     return _read(fields, architecture, routing)
-
-
-def _rules(hparams: HParams) -> Sequence[Rule]:
-    layers = "|".join(str(layer) for layer in range(hparams.num_layers))
-    return [
-        Rule(
-            pattern=rf"(model\.layers\.(?:{layers})\.mlp)\.shared_experts\.(.*)",
-            name=r"\1.shared_expert.\2",
-        ),
-        Rule(
-            pattern=rf"(model\.layers\.(?:{layers})\.mlp)\.gate\.e_score_correction_bias",
-            name=r"\1.experts.e_score_correction_bias",
-        ),
-        Rule(pattern=rf"model\.layers\.(?!(?:{layers})\.).*", name=""),  # MTP
-    ]
 
 
 def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
@@ -198,15 +176,11 @@ _GGUF = GGUFFamily(
         "attn_kv_b": "self_attn.kv_b_proj",
         "attn_k_b": "self_attn.k_b_proj",
         "attn_v_b": "self_attn.v_b_proj",
-        "ffn_gate_inp": "mlp.gate",
-        "exp_probs_b": "mlp.experts.e_score_correction_bias",
-        **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
-        **{
-            f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")
-        },
+        **EXPERT_NAMES,
+        **SHARED_NAMES,
     },
     config=_gguf_config,
     rules=_gguf_rules,
 )
-DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_v2, rules=_rules, gguf=_GGUF)
-DEEPSEEK_V3 = Family(model_type="deepseek_v3", read=_v3, rules=_rules, gguf=_GGUF)
+DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_v2, rules=shared_expert_rules, gguf=_GGUF)
+DEEPSEEK_V3 = Family(model_type="deepseek_v3", read=_v3, rules=shared_expert_rules, gguf=_GGUF)

@@ -8,7 +8,7 @@ from typing import Any
 from windlass.core.moe import Routing
 from windlass.errors import CheckpointError
 from windlass.models.fields import Fields
-from windlass.models.hparams import HParams
+from windlass.models.hparams import HParams, MoEHParams
 from windlass.models.tensor_rules import Rows, Rule
 
 # Modules of a layer by their GGUF names.
@@ -17,6 +17,12 @@ EXPERT_NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+}
+SHARED_NAMES = {
+    "exp_probs_b": "mlp.experts.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 # Fields of the numbers of experts; libraries differ in the first.
 _TOTALS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -32,6 +38,21 @@ def read_routing(fields: Fields, chosen: str = "num_experts_per_tok", **options:
             "experts than there are."
         )
     return Routing(num_experts=count, top_k=top_k, **options)
+
+
+def grouped_moe(fields: Fields, routing: Routing) -> MoEHParams:
+    """Read mixtures with shared experts after some dense layers, as DeepSeek's configs have them."""
+    inner = fields.positive_int("moe_intermediate_size")
+    first = fields.count("first_k_dense_replace", 0)
+    step = fields.positive_int("moe_layer_freq", 1)
+    layers = range(fields.positive_int("num_hidden_layers"))
+    return MoEHParams(
+        routing=routing,
+        intermediate_size=inner,
+        layers=tuple(layer >= first and layer % step == 0 for layer in layers),
+        correction_bias=routing.score == "sigmoid",
+        shared_intermediate_size=inner * fields.count("n_shared_experts", 0),
+    )
 
 
 def stacked_expert_rules(
@@ -80,4 +101,20 @@ def gguf_expert_rules(hparams: HParams) -> list[Rule]:
         for rule in stacked_expert_rules(
             rf"(.*\.experts)\.{part}\.(weight|bias)", rf"\1.{{expert}}.{part}.\2", count, rows
         )
+    ]
+
+
+def shared_expert_rules(hparams: HParams) -> list[Rule]:
+    """Rules for shared experts and routers as DeepSeek names them; layers for MTP are not used."""
+    layers = "|".join(str(layer) for layer in range(hparams.num_layers))
+    return [
+        Rule(
+            pattern=rf"(model\.layers\.(?:{layers})\.mlp)\.shared_experts\.(.*)",
+            name=r"\1.shared_expert.\2",
+        ),
+        Rule(
+            pattern=rf"(model\.layers\.(?:{layers})\.mlp)\.gate\.e_score_correction_bias",
+            name=r"\1.experts.e_score_correction_bias",
+        ),
+        Rule(pattern=rf"model\.layers\.(?!(?:{layers})\.).*", name=""),  # MTP
     ]

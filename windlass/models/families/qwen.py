@@ -8,7 +8,13 @@ from typing import Any
 from windlass.core.moe import Routing
 from windlass.errors import CheckpointError
 from windlass.models.families.base import Family, GGUFFamily, layer_windows, read_decoder
-from windlass.models.families.moe import EXPERT_NAMES, gguf_expert_rules, gguf_experts, read_routing
+from windlass.models.families.moe import (
+    EXPERT_NAMES,
+    SHARED_NAMES,
+    gguf_expert_rules,
+    gguf_experts,
+    read_routing,
+)
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams, MoEHParams
@@ -102,12 +108,7 @@ def _gguf_shared(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     return found | {"shared_expert_intermediate_size": shared}
 
 
-_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
+_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **SHARED_NAMES}
 QWEN2 = Family(model_type="qwen2", read=_qwen2, gguf=GGUFFamily(config=_no_gguf_window))
 QWEN3 = Family(model_type="qwen3", read=_qwen3, gguf=GGUFFamily(config=_no_gguf_window))
 QWEN2_MOE = Family(
