@@ -2,8 +2,9 @@
 
     python benchmarks/scripts/gguf_perplexity.py MODEL.gguf LIBRARY.so -o benchmarks/gguf-perplexity.json
 
-The files are requantised from the model's with llama.cpp's quantisers; LIBRARY is a llama.cpp shared
-library. Types that are already in the output file are not measured again.
+The files are requantised from the model's with llama.cpp's quantisers, except for the type "stored",
+which is the file as it is. LIBRARY is a llama.cpp shared library. Types that are already in the output
+file are not measured again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from windlass.tools.eval.run import measure
 from windlass.tools.eval.windows import Cut
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q3_K", "Q2_K")
+_STORED = "stored"
 _NOTES = (
     "Perplexities by llama.cpp's definition. All matrices of a file have one type, except the "
     "embedding and rows that blocks of 256 do not divide, which have llama.cpp's fallback types. "
@@ -39,7 +41,7 @@ def main() -> None:
     parser.add_argument("--data", default="wikitext2")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument("--types", nargs="+", choices=(*TYPES, _STORED), default=TYPES)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     library, corpus = LlamaCpp(args.llama_cpp), read_corpus(args.data)
@@ -50,13 +52,16 @@ def main() -> None:
         for name in args.types:
             if name in [row["type"] for row in rows]:
                 continue
-            file = Path(folder) / f"{name}.gguf"
-            used = requantize(args.model, file, getattr(Kind, name), library)
-            rows.append({"type": name, "types": _counts(used), "file_bytes": file.stat().st_size})
+            file, types = args.model, _STORED
+            if name != _STORED:
+                file = Path(folder) / f"{name}.gguf"
+                types = _counts(requantize(args.model, file, getattr(Kind, name), library))
+            rows.append({"type": name, "types": types, "file_bytes": file.stat().st_size})
             rows[-1] |= _figures(library, file, corpus, args)
             print(rows[-1], file=sys.stderr)
-            file.unlink()
-            rows.sort(key=lambda row: TYPES.index(row["type"]))
+            if name != _STORED:
+                file.unlink()
+            rows.sort(key=lambda row: (*TYPES, _STORED).index(row["type"]))
             Record("gguf-perplexity", rows, _NOTES, settings).save(args.output)
 
 

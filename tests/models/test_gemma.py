@@ -11,11 +11,17 @@ import pytest
 import torch
 import transformers
 
+from tests.lora.folders import write_adapter
 from tests.models.comparison import TINY, check_logits, logits_of, our_logits, save_tiny
 from tests.models.tiny import TOKENIZER, write_gguf
+from windlass import LLM, SamplingParams
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
 from windlass.errors import UnsupportedError
+from windlass.lora.peft import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.tools.plan import select_quantization
 
 WINDOWS = {"sliding_window": 8, "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 24}
 SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
@@ -181,3 +187,108 @@ def test_gguf_of_the_27b_models_scales_scores_by_another_size(tmp_path: Path) ->
     )
     config = GGUFCheckpoint(path).hf_config()
     assert config["query_pre_attn_scalar"] == TINY["hidden_size"] // TINY["num_attention_heads"]
+
+
+# ---- engines ----------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+_START = IDS.tolist()[:30]
+PROMPTS = [_START, [*_START[:21], 5, 6, 7], IDS.tolist()[5:20], _START]
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of transformers."""
+    found = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(GREEDY.max_tokens or 0):
+            with torch.inference_mode():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+def tokens(llm: LLM, adapter: str = "") -> list[list[int]]:
+    results = llm.generate(PROMPTS, GREEDY, adapter=adapter)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_chunks_prefixes_and_windows_keep_the_tokens(name: str, tmp_path: Path) -> None:
+    """Prompts longer than the window, with shared starts, in odd chunks, then from the prefix cache."""
+    model = save_tiny(*CASES[name], tmp_path)
+    write_tokenizer(tmp_path)
+    want = greedy(model, PROMPTS)
+    options = {"device": "cpu", "dtype": "float32", "block_size": 4}
+    for step_tokens in (64, 7, 5):
+        llm = LLM(
+            str(tmp_path),
+            max_num_batched_tokens=step_tokens,
+            num_blocks=200,
+            max_num_seqs=3,
+            **options,
+        )
+        assert tokens(llm) == want
+        assert tokens(llm) == want
+        assert llm.engine.stats().prefix_hits > 0
+
+
+def test_adapters_of_attention_and_mlp(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    model = save_tiny(*CASES["gemma3"], folder)
+    write_tokenizer(folder)
+    base = greedy(model, PROMPTS)
+    hparams = read_hparams(json.loads((folder / "config.json").read_text()))
+    random, tensors = torch.Generator().manual_seed(1), {}
+    for module, (num_out, num_in) in linear_shapes(hparams).items():
+        if module == "lm_head":
+            continue
+        down = torch.randn(2, num_in, generator=random) * 0.3
+        up = torch.randn(num_out, 2, generator=random) * 0.3
+        key = f"base_model.model.{module}.lora_"
+        tensors |= {f"{key}A.weight": down, f"{key}B.weight": up}
+        with torch.no_grad():
+            model.get_submodule(module).weight += 4 * up @ down  # alpha 8, rank 2
+    adapter = write_adapter(tmp_path / "adapter", rank=2, tensors=tensors)
+    llm = LLM(
+        str(folder),
+        device="cpu",
+        dtype="float32",
+        num_blocks=100,
+        enable_lora=True,
+        max_lora_rank=2,
+        lora_modules=[f"a={adapter}"],
+    )
+    assert tokens(llm, "a") == greedy(model, PROMPTS)
+    assert tokens(llm) == base
+
+
+def test_plan_counts_the_bytes_of_the_engine(tmp_path: Path) -> None:
+    model = save_tiny(*CASES["gemma3"], tmp_path)
+    metadata = {"attention.sliding_window": 8, "rope.freq_base": 1e6}
+    path = write_gemma_gguf(tmp_path / "model.gguf", "gemma3", model, **metadata)
+    (tmp_path / "config.json").unlink()
+    found = select_quantization(
+        str(path),
+        bandwidth=1e11,
+        memory=2**30,
+        concurrency=2,
+        num_threads=1,
+        context=40,
+        kv_cache_dtype="auto",
+        device="cpu",
+    )
+    (item,) = (each for each in found.candidates if each.format == "as stored")
+    config = EngineConfig.of(model=str(path), num_threads=1, num_blocks=8, device="cpu")
+    assert (
+        build_engine(config, open_model(config).source).report.memory["weights"]
+        == item.weight_bytes
+    )
