@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
+from windlass.kernels.packed import Packed, Table4, pack_nibbles
 from windlass.kernels.reference_experts import ReferenceMLP
+from windlass.quant.rounding import SCHEMES, quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,6 +19,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 BF16 = 2**-7  # relative error: inputs, gates and rows of pairs are rounded
+E4M3 = 0.06  # the same with activations rounded to 3 mantissa bits before both GEMMs
 CLAMPED = ExpertActivation(kind="clamped", interleaved=True)
 
 
@@ -100,3 +105,35 @@ def test_most_tokens() -> None:
     logits = torch.randn(16384, 16, device=CUDA)
     want = ReferenceMLP(weights, torch.bfloat16).apply(x, logits).float()
     assert (mlp.apply(x, logits).float() - want).norm() < BF16 * want.norm()
+
+
+def packed(weight: torch.Tensor, name: str) -> Packed:
+    """The weight in a packed form; MXFP4 gets random codes."""
+    if name in SCHEMES:
+        return quantise(weight, SCHEMES[name])
+    assert name == "mxfp4", name
+    rows, size = weight.shape
+    codes = pack_nibbles(torch.randint(0, 16, (rows, size), device=CUDA))
+    levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=CUDA)
+    scales = 2.0 ** torch.randint(-7, -5, (rows, size // 32), device=CUDA)
+    return Table4(codes, torch.cat([levels, -levels]), scales)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "bound"),
+    [
+        ("qwen3", "fp8", E4M3),
+        ("qwen3", "fp8-block", E4M3),
+        ("grouped", "fp8", E4M3),
+        ("gpt-oss", "mxfp4", BF16),
+        ("qwen3", "int4", BF16),
+        ("grouped", "nf4", BF16),
+        ("gpt-oss", "int8", BF16),
+    ],
+)
+def test_packed_experts(name: str, form: str, bound: float) -> None:
+    plain = make_weights(*MODELS[name])
+    assert isinstance(plain.gate_up, torch.Tensor)
+    assert isinstance(plain.down, torch.Tensor)
+    weights = replace(plain, gate_up=packed(plain.gate_up, form), down=packed(plain.down, form))
+    check(weights, bound)

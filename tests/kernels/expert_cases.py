@@ -6,21 +6,43 @@ from typing import Any
 
 from windlass.kernels.triton import experts, experts_kernels, experts_routing
 
-X, F, I = "*bf16", "*fp32", "*i32"  # noqa: E741
+X, F, I, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"  # noqa: E741
 # Hidden size, intermediate size, experts, experts per token.
 QWEN3, GPT_OSS, V2_LITE = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2048, 1408, 64, 6)
 
 
-def expert_gemm(plan: int, model: tuple[int, int, int, int], gated: bool) -> tuple:
+# Types of the pointers, the group size and the super-group size of each form.
+FORMS: dict[str, tuple[dict[str, str], int, int]] = {
+    "wide": ({"codes": X}, 1, 1),
+    "fp8": ({"codes": FP8, "scales": F}, 1, 1),
+    "fp8 in blocks": ({"codes": FP8, "scales": F}, 128, 1),
+    "fp8 with 16-bit activations": ({"codes": FP8, "scales": F}, 128, 128),
+    "int8": ({"codes": "*i8", "scales": "*fp16", "offsets": "*fp16"}, 32, 32),
+    "int4": ({"codes": "*u8", "scales": "*fp16", "offsets": "*fp16"}, 128, 128),
+    "mxfp4": ({"codes": "*u8", "scales": "*u8"}, 32, 32),
+    "nf4": ({"codes": "*u8", "scales": "*fp16", "table": F}, 64, 64),
+    "sub-scales": ({"codes": "*u8", "scales": "*fp16", "sub_scales": "*i8", "table": F}, 32, 256),
+}
+KINDS = {"fp8 in blocks": "fp8", "mxfp4": "e2m1", "int8": "eight"}
+KINDS |= {"fp8 with 16-bit activations": "eight", "wide": "wide", "fp8": "fp8"}
+
+
+def expert_gemm(
+    plan: int, model: tuple[int, int, int, int], gated: bool, form: str = "wide"
+) -> tuple:
     """A GEMM of a plan of `PLANS`."""
+    pointers, group, super_group = FORMS[form]
     hidden, inner, _, top_k = model
     chosen = experts.PLANS[plan]
     tiling = chosen.gate_up if gated else chosen.down
     signature = {
-        **dict.fromkeys(("x", "weight", "out"), X),
+        **dict.fromkeys(("x", "out"), X),
+        **pointers,
         "tile_experts": I,
-        **{"alpha": "fp32", "limit": "fp32", "prefetched": "i32"},
+        **{"alpha": "fp32", "limit": "fp32", "M": "i32", "stride": "i32", "prefetched": "i32"},
     }
+    if KINDS.get(form) == "fp8" and chosen.rows > 16:
+        signature |= {"x": FP8, "x_scales": F}
     if chosen.rows > 1:
         signature |= {"tile_rows": I, "pairs": I}
     oss = model is GPT_OSS
@@ -30,12 +52,15 @@ def expert_gemm(plan: int, model: tuple[int, int, int, int], gated: bool) -> tup
         "N": 2 * inner if gated else hidden,
         "K": hidden if gated else inner,
         "TOP_K": top_k if gated else 1,
+        "FORM": KINDS.get(form, "four"),
+        "GROUP": group,
+        "SUPER": super_group,
         "GATED": gated,
         "ORDER": "interleaved" if oss else "halves",
         "KIND": "clamped" if oss else "silu",
         "ROWS": max(16, chosen.rows),
         "OUTPUTS": tiling.outputs,
-        "BLOCK_K": tiling.block_k,
+        "BLOCK_K": tiling.block_k if form == "wide" else 128,
     }
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
     return experts_kernels.expert_gemm_kernel, signature, constants, options
@@ -70,6 +95,25 @@ EXPERTS = {
         {"SIZE": 2880, "TOP_K": 4, "WIDTH": 512},
         {},
     ),
+    "quantise inputs of experts": (
+        experts_kernels.quantise_inputs_kernel,
+        {"x": X, "codes": FP8, "scales": F, "M": "i32"},
+        {"K": 2880, "ROWS": 16},
+        {},
+    ),
+    **{
+        f"{form} experts, {'gate_up' if gated else 'down'}, plan {plan}": expert_gemm(
+            plan, model, gated, form
+        )
+        for form, model, plan, gated in (
+            *(("fp8", QWEN3, plan, True) for plan in (0, 2, 4)),
+            *(("fp8 in blocks", QWEN3, plan, plan > 0) for plan in (0, 4)),
+            ("fp8 with 16-bit activations", QWEN3, 4, False),
+            *(("mxfp4", GPT_OSS, plan, gated) for plan in (0, 3, 4) for gated in (True, False)),
+            *((form, QWEN3, 0, False) for form in ("int8", "int4", "nf4", "sub-scales")),
+            *((form, QWEN3, 4, True) for form in ("int8", "int4", "nf4", "sub-scales")),
+        )
+    },
     **{
         f"{name} experts, {'gate_up' if gated else 'down'}, plan {plan}": expert_gemm(
             plan, model, gated

@@ -14,6 +14,8 @@ from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.kernels import reference_experts
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
+from windlass.kernels.packed import Float8, Int4Group, Packed, Table4, pack_nibbles
+from windlass.quant.rounding import SCHEMES, quantise
 
 pytest.importorskip("triton")
 
@@ -102,19 +104,32 @@ def make_weights(
     )
 
 
-def check(weights: ExpertWeights, tokens: int, rows: int, block_k: int = 32) -> None:
-    """Compare tiles of `rows` pairs with the reference, for random and for equal logits."""
+def check(
+    weights: ExpertWeights,
+    tokens: int,
+    rows: int,
+    tiling: tuple[int, int] = (64, 32),
+    spreads: tuple[float, ...] = (1.0, 0.0),
+    bound: float = 1e-5,
+) -> None:
+    """Compare tiles of `rows` pairs with the reference.
+
+    Without a spread of the logits all tokens go to the same experts. The tiling is outputs and inputs.
+    """
     from windlass.kernels.triton.experts import Plan, Tiling, TritonExperts
 
-    plan = Plan(float("inf"), rows, Tiling(64, block_k), Tiling(32, block_k))
+    plan = Plan(float("inf"), rows, Tiling(*tiling), Tiling(*tiling))
     kernel = TritonExperts(plans=(plan,))
     assert kernel.refuse(weights, CPU, torch.float32) is None
     mlp = kernel.prepare(weights, torch.float32)
     expected = ExpertKernels(CPU, torch.float32, plain=True).prepare(weights).mlp
-    x = torch.randn(tokens, weights.hidden_size)
-    for spread in (1.0, 0.0):  # without a spread all tokens go to the same experts
+    x = torch.randint(-7, 8, (tokens, weights.hidden_size)).float()
+    x[:, ::64] = 7  # with this maximum e4m3 codes are exact
+    x /= 8
+    for spread in spreads:
         logits = torch.randn(tokens, weights.routing.num_experts) * spread
-        torch.testing.assert_close(mlp.apply(x, logits), expected.apply(x, logits))
+        want = expected.apply(x, logits)
+        assert (mlp.apply(x, logits) - want).norm() < bound * want.norm()
 
 
 ROUTING = Routing(num_experts=6, top_k=2, normalised=True)
@@ -131,11 +146,74 @@ def test_experts(tokens: int, rows: int, activation: ExpertActivation, biased: b
     check(make_weights(ROUTING, activation, biased=biased), tokens, rows)
 
 
+def packed(weight: torch.Tensor, name: str) -> Packed:
+    """The weight in a packed form; MXFP4 and codebooks with sub-scales get random codes."""
+    if name in SCHEMES:
+        return quantise(weight, SCHEMES[name])
+    if name == "fp8, 16-bit activations":
+        return replace(quantise(weight, SCHEMES["fp8-block"]), activation="none")
+    rows, size = weight.shape
+    codes = pack_nibbles(torch.randint(0, 16, (rows, size)))
+    if name == "mxfp4":
+        levels = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+        scales = 2.0 ** torch.randint(-6, -3, (rows, size // 32))
+        return Table4(codes, torch.cat([levels, -levels]), scales)
+    assert name == "sub-scales", name
+    table = torch.randint(-100, 100, (16,), dtype=torch.int8)
+    subs = torch.randint(-8, 8, (rows, size // 16), dtype=torch.int8)
+    scales = (torch.rand(rows, size // 64) / 500).half()
+    return Table4(codes, table, scales, subs, unit=0.25)
+
+
+E4M3 = 0.1  # relative error: the interpreter truncates activations to e4m3
+
+
+@inside
+@pytest.mark.parametrize(
+    ("gate_up", "down", "bound"),
+    [
+        ("fp8", "fp8, 16-bit activations", 1e-5),
+        ("fp8-block", "int8", 1e-5),
+        ("w8a8", "fp8-block", E4M3),
+        ("int4", "fp8", E4M3),
+        ("mxfp4", "sub-scales", 1e-5),
+        ("int4", "nf4", 1e-5),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (5, 32)])
+def test_packed_experts(gate_up: str, down: str, bound: float, tokens: int, rows: int) -> None:
+    # 192 inputs: the second block of 128 is not full.
+    plain = make_weights(replace(ROUTING, num_experts=3), CLAMPED, 192, 128, biased=True)
+    assert isinstance(plain.gate_up, torch.Tensor)
+    assert isinstance(plain.down, torch.Tensor)
+    if "fp8" in down:  # a block must not span experts
+        plain = make_weights(replace(ROUTING, num_experts=3), CLAMPED, 128, 192, biased=True)
+    weights = replace(plain, gate_up=packed(plain.gate_up, gate_up), down=packed(plain.down, down))
+    check(weights, tokens, rows, tiling=(256, 128), spreads=(1.0,), bound=bound)
+
+
+@inside
+def test_quantised_tiles_equal_quantised_inputs() -> None:
+    """A row has the same codes whether its tile or a separate kernel quantises it."""
+    plain = make_weights(replace(ROUTING, num_experts=2, top_k=1), hidden=128, inner=128)
+    assert isinstance(plain.gate_up, torch.Tensor)
+    assert isinstance(plain.down, torch.Tensor)
+    from windlass.kernels.triton.experts import Plan, Tiling, TritonExperts
+
+    weights = replace(
+        plain, gate_up=packed(plain.gate_up, "fp8-block"), down=packed(plain.down, "fp8")
+    )
+    x, logits = torch.randn(3, 128), torch.randn(3, 2)
+    few, many = (Plan(float("inf"), rows, Tiling(64), Tiling(64)) for rows in (1, 32))
+    mlp = TritonExperts(plans=(few,)).prepare(weights, torch.float32)
+    torch.testing.assert_close(mlp.apply(x, logits), mlp.with_plans((many,)).apply(x, logits))
+
+
 @inside
 def test_sizes_need_not_be_multiples_of_the_tile() -> None:
     weights = make_weights(ROUTING, hidden=80, inner=48, biased=True)
-    check(weights, tokens=2, rows=1, block_k=64)
-    check(weights, tokens=19, rows=32, block_k=64)
+    check(weights, tokens=2, rows=1, tiling=(64, 64))
+    check(weights, tokens=19, rows=32, tiling=(64, 64))
 
 
 @inside
@@ -159,3 +237,10 @@ def test_refusals() -> None:
     assert "600" in str(TritonExperts().refuse(many, CPU, torch.float32))
     odd = make_weights(ROUTING, hidden=40)
     assert "40 inputs" in str(TritonExperts().refuse(odd, CPU, torch.float32))
+    scales = torch.ones(6 * 64, 2)
+    permuted = Int4Group(torch.zeros(6 * 64, 16), scales, scales, perm=torch.arange(32))
+    weights = replace(make_weights(ROUTING), down=permuted)
+    assert "act-order" in str(TritonExperts().refuse(weights, CPU, torch.float32))
+    blocks = Float8(torch.zeros(6 * 64, 32), torch.ones(3, 1), "block", block=(128, 128))
+    weights = replace(weights, down=blocks)
+    assert "64 rows per expert" in str(TritonExperts().refuse(weights, CPU, torch.float32))

@@ -18,13 +18,20 @@ from torch import Tensor
 
 from windlass.kernels.experts import ExpertMLP, ExpertWeights
 from windlass.kernels.native.pool import Workers
-from windlass.kernels.packed import Packed
-from windlass.kernels.triton import pdl
-from windlass.kernels.triton.experts_kernels import combine_kernel, expert_gemm_kernel
+from windlass.kernels.packed import Float8
+from windlass.kernels.triton import experts_weights, pdl
+from windlass.kernels.triton.experts_kernels import (
+    combine_kernel,
+    expert_gemm_kernel,
+    quantise_inputs_kernel,
+)
 from windlass.kernels.triton.experts_routing import Tiles, route, single_pairs, sort_pairs
+from windlass.kernels.triton.experts_weights import BLOCK, Stack
 
 _MAX_EXPERTS, _MAX_TOP_K = 512, 16
 _MIN_ROWS = 16  # of a tile: tensor cores multiply no fewer
+_QUANTISED_ROWS = 16  # rows per program that quantises inputs
+_FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 tensor cores
 _COMBINED = 512  # outputs per program of the sum over experts
 _PREFETCH_BYTES = 8 * 2**20  # bytes of weights that the second GEMM prefetches
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,7 +42,7 @@ class Tiling:
     """A grouped GEMM's tile: weight rows, inputs per iteration, and launch options."""
 
     outputs: int
-    block_k: int = 64
+    block_k: int = 64  # of 16-bit weights; other forms have blocks of 128 inputs
     warps: int = 4
     stages: int = 4
 
@@ -62,7 +69,11 @@ PLANS = (
 
 
 class TritonExperts:
-    """Supports unquantised 16-bit experts."""
+    """Supports 16-bit experts and all packed forms, except permuted inputs.
+
+    fp8 forms that quantise activations do so per token and 128 inputs, which is as fine as any of them
+    requires. Other forms keep 16-bit activations.
+    """
 
     name = "triton experts"
     batch_invariant = True
@@ -84,28 +95,28 @@ class TritonExperts:
                 f"at most {_MAX_TOP_K} of {_MAX_EXPERTS} experts are supported, these are "
                 f"{routing.top_k} of {routing.num_experts}"
             )
-        return _refuse_form(weights.gate_up) or _refuse_form(weights.down)
+        for form in (weights.gate_up, weights.down):
+            why = experts_weights.refuse(form, routing.num_experts)
+            if why is not None:
+                return why
+            if isinstance(form, Float8) and not _has_fp8(device):
+                return "this GPU has no fp8 tensor cores"
+        return None
 
     def prepare(self, weights: ExpertWeights, dtype: torch.dtype) -> TritonMLP:
         return TritonMLP(weights, dtype, self._plans)
 
 
-def _refuse_form(form: Packed | Tensor) -> str | None:
-    if not isinstance(form, Tensor):
-        return f"{type(form).__name__} is not supported"
-    if form.shape[1] % 16:
-        return f"{form.shape[1]} inputs are not a multiple of 16"
-    return None
+def _has_fp8(device: torch.device) -> bool:
+    return _INTERPRETED or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 class TritonMLP(ExpertMLP):
-    """Owns the weights of one layer, not repacked."""
+    """Owns the prepared weights of one layer."""
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype, plans: Sequence[Plan]) -> None:
-        assert isinstance(weights.gate_up, Tensor)
-        assert isinstance(weights.down, Tensor)
-        self._gate_up = weights.gate_up.to(dtype).contiguous()
-        self._down = weights.down.to(dtype).contiguous()
+        self._gate_up = experts_weights.prepare(weights.gate_up, dtype)
+        self._down = experts_weights.prepare(weights.down, dtype)
         self._biases = tuple(
             None if bias is None else bias.to(dtype).contiguous()
             for bias in (weights.gate_up_bias, weights.down_bias)
@@ -122,7 +133,8 @@ class TritonMLP(ExpertMLP):
         return twin
 
     def tensors(self) -> Sequence[Tensor | None]:
-        return self._gate_up, self._down, *self._biases, self._correction_bias
+        stacks = *self._gate_up.tensors(), *self._down.tensors()
+        return *stacks, *self._biases, self._correction_bias
 
     def apply(self, x: Tensor, logits: Tensor) -> Tensor:
         routing = self._routing
@@ -148,7 +160,7 @@ class TritonMLP(ExpertMLP):
     def _gemm(
         self,
         x: Tensor,
-        weight: Tensor,
+        stack: Stack,
         bias: Tensor | None,
         tiles: Tiles,
         tiling: Tiling,
@@ -157,13 +169,22 @@ class TritonMLP(ExpertMLP):
     ) -> Tensor:
         """The GEMM of all pairs, [pairs, I] if gated, else [pairs, H]."""
         top_k, activation = self._routing.top_k, self._activation
-        num_out, size = weight.shape[0] // self._routing.num_experts, weight.shape[1]
+        num_out = stack.num_rows // self._routing.num_experts
         num_pairs = x.shape[0] * top_k if gated else x.shape[0]
         out = x.new_empty((num_pairs, num_out // 2 if gated else num_out))
+        rows = max(_MIN_ROWS, tiles.rows)
+        values, x_scales = x, None
+        if stack.kind == "fp8" and rows > _MIN_ROWS:  # tiles of few rows quantise them
+            values, x_scales = quantise_inputs(x)
         prefetched = max(64, _PREFETCH_BYTES // (tiles.count * num_out) // 64 * 64)
         expert_gemm_kernel[(triton.cdiv(num_out, tiling.outputs), tiles.count)](
-            x,
-            weight,
+            values,
+            x_scales,
+            stack.codes,
+            stack.scales,
+            stack.offsets,
+            stack.sub_scales,
+            stack.table,
             bias,
             out,
             tiles.experts,
@@ -171,18 +192,42 @@ class TritonMLP(ExpertMLP):
             tiles.pairs,
             activation.alpha,
             activation.limit,
-            min(size * weight.itemsize, prefetched),
+            x.shape[0],
+            stack.num_rows,
+            min(stack.codes.shape[1] * stack.codes.itemsize, prefetched),
             N=num_out,
-            K=size,
+            K=stack.num_in,
             TOP_K=top_k if gated else 1,
+            FORM=stack.kind,
+            GROUP=stack.group,
+            SUPER=stack.super_group,
             GATED=gated,
             ORDER="interleaved" if activation.interleaved else "halves",
             KIND=activation.kind,
-            ROWS=max(_MIN_ROWS, tiles.rows),
+            ROWS=rows,
             OUTPUTS=tiling.outputs,
-            BLOCK_K=tiling.block_k,
+            BLOCK_K=tiling.block_k if stack.kind == "wide" else BLOCK,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **pdl.options(),
         )
         return out
+
+
+def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of x, and scales [blocks, rows]: one per row and 128 inputs."""
+    rows, size = x.shape
+    blocks = triton.cdiv(size, BLOCK)
+    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
+    quantise_inputs_kernel[(triton.cdiv(rows, _QUANTISED_ROWS), blocks)](
+        x,
+        codes,
+        scales,
+        rows,
+        K=size,
+        ROWS=_QUANTISED_ROWS,
+        num_warps=4,
+        **pdl.options(),
+    )
+    return codes, scales
