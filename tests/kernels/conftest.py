@@ -1,43 +1,91 @@
-"""Runs cases in Triton's interpreter, which is enabled for a whole process."""
+"""Starts the programs that slow tests wait for, and checks those of Triton's interpreter.
+
+The interpreter is enabled for a whole process.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.background import TIMEOUT_S, Background, Program, users
+from tests.kernels.native.backends import PORTABLE, backend_folder, build
+
 Check = Callable[[str], None]
 
+_WAITING = {"interpreted", "run_selftest", "built_pool"}  # fixtures that wait for programs
+_BACKGROUND = pytest.StashKey[Background]()
 
-def _run(files: list[Path]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *map(str, files)], env=environment, capture_output=True, text=True, check=False
-    )
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests that wait for programs to the end."""
+    waiting: dict[pytest.Item, None] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and _WAITING & {*item.fixturenames}:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S), append=False)
+            waiting[item] = None
+    items[:] = [*(item for item in items if item not in waiting), *waiting]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[_BACKGROUND] = Background()
+    # Each process of pytest-xdist collects all tests: it starts programs when it needs them.
+    if not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+        _start(session)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (background := session.config.stash.get(_BACKGROUND, None)) is not None:
+        background.stop()
+
+
+def _start(session: pytest.Session) -> Background:
+    background, config = session.config.stash[_BACKGROUND], session.config
+    files = sorted({item.path for item in users(session, "interpreted")})
+    for half in (files[::2], files[1::2]):
+        if half:
+            background.start(tuple(half), partial(_interpret, background, half))
+    for item in users(session, "built_pool"):
+        backend = item.callspec.params.get("pool", PORTABLE) if _has_params(item) else PORTABLE
+        background.start(backend, partial(build, backend, backend_folder(config), background.run))
+    for item in users(session, "run_selftest"):
+        selftest = item.callspec.params["selftest"]
+        background.start(selftest, partial(selftest.run, config, background.run))
+    return background
+
+
+def _has_params(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec")
 
 
 @pytest.fixture(scope="session")
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Check]:
+def background(request: pytest.FixtureRequest) -> Background:
+    """The programs of the tests of this session, which have started."""
+    return _start(request.session)
+
+
+def _interpret(background: Background, files: list[Path]) -> Program:
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore::DeprecationWarning"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return background.run([*command, *files], environment)
+
+
+@pytest.fixture(scope="session")
+def interpreted(request: pytest.FixtureRequest, background: Background) -> Check:
     """Check that a file's cases passed in the interpreter.
 
-    All collected files start at once, in two processes of one core each. A failure in one file fails
-    every file of its process.
+    All collected files run in two processes. A failure in one file fails every file of its process.
     """
-    items = request.session.items
-    files = sorted({item.path for item in items if "interpreted" in item.fixturenames})
-    with ThreadPoolExecutor(2) as pool:
-        running = {}
-        for half in (files[::2], files[1::2]):
-            running |= dict.fromkeys(half, pool.submit(_run, half)) if half else {}
+    files = sorted({item.path for item in users(request.session, "interpreted")})
 
-        def check(file: str) -> None:
-            done = running[Path(file)].result()
-            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    def check(file: str) -> None:
+        half = files[files.index(Path(file)) % 2 :: 2]
+        done = background.result(tuple(half))
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
-        yield check
+    return check

@@ -9,16 +9,16 @@ later runs compile nothing.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.background import Program, Run
 from windlass.kernels.native import compiled
 from windlass.kernels.native.pool import Pool
 
@@ -28,6 +28,11 @@ class Backend:
     name: str  # as windlass_simd() returns it
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()  # flags (x86-64) or Features (aarch64) of /proc/cpuinfo
+
+    @property
+    def build_flags(self) -> tuple[str, ...]:
+        """-O0 unless `flags` say otherwise: compiling takes longer than running the tests."""
+        return ("-O0", *self.flags)
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -57,6 +62,10 @@ _BACKENDS = {
         ),
     ),
 }
+_BUILD = (
+    "import sys; from pathlib import Path; from windlass.kernels.native.compiled import load; "
+    "load(Path(sys.argv[1]), sys.argv[2:])"
+)
 _SELFTEST = [
     Path(__file__).with_name(name)
     for name in ("selftest.cpp", "selftest_ops.h", "selftest_special.h", "definition.h")
@@ -82,23 +91,31 @@ def _cpu_features() -> frozenset[str]:
     )
 
 
-def backend_pool(backend: Backend, config: pytest.Config) -> Pool:
-    """Return a pool of two threads over the backend's library, compiled if it is not cached."""
+def backend_folder(config: pytest.Config) -> Path:
     assert config.cache is not None
-    return _pool(backend, config.cache.mkdir("windlass_backends"))
+    return config.cache.mkdir("windlass_backends")
+
+
+def build(backend: Backend, folder: Path, run: Run) -> None:
+    """Compile the backend's library if it is not cached."""
+    run([sys.executable, "-c", _BUILD, folder, *backend.build_flags])
 
 
 @cache
-def _pool(backend: Backend, folder: Path) -> Pool:
-    # -O0 unless the backend says otherwise: compiling takes longer than running the tests.
-    native = compiled.load(folder, ("-O0", *backend.flags))
+def backend_pool(backend: Backend, folder: Path) -> Pool:
+    """Return a pool of two threads over the backend's library, compiled if it is not cached."""
+    native = compiled.load(folder, backend.build_flags)
     assert native.simd == backend.name
     return Pool(native, 2)
 
 
 def run_checked(*command: str | Path) -> str:
     """Run a command that must succeed and return its standard output."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return output_of(subprocess.run([*map(str, command)], capture_output=True, text=True))
+
+
+def output_of(done: Program) -> str:
+    """Return the standard output of a program that must have succeeded."""
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -112,14 +129,14 @@ class SelfTest:
     emulator: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()  # one run for each; without any all checks run
 
-    def run(self, config: pytest.Config) -> str:
+    def run(self, config: pytest.Config, run: Run) -> str:
         """Compile the program if it is not cached, run it, and return its output."""
         assert config.cache is not None
-        program = self._build(config.cache.mkdir("windlass_selftest"))
+        program = self._build(config.cache.mkdir("windlass_selftest"), run)
         calls = [(argument,) for argument in self.arguments] or [()]
-        return "".join(run_checked(*self.emulator, program, *call) for call in calls)
+        return "".join(output_of(run([*self.emulator, program, *call])) for call in calls)
 
-    def _build(self, folder: Path) -> Path:
+    def _build(self, folder: Path, run: Run) -> Path:
         digest = hashlib.blake2b("\0".join((*self.compiler, *self.flags)).encode(), digest_size=8)
         for path in [*_SELFTEST, *sorted(compiled.SOURCES.iterdir())]:
             digest.update(path.read_bytes())
@@ -131,12 +148,9 @@ class SelfTest:
         sources = [_SELFTEST[0], *sorted(compiled.SOURCES.glob("*.cpp"))]
         objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
 
-        def compile_source(source: Path, output: Path) -> None:
-            run_checked(*call, "-c", source, "-o", output)
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(compile_source, sources, objects))
-        run_checked(*call, *objects, "-o", program)
+        for source, output in zip(sources, objects, strict=True):
+            output_of(run([*call, "-c", source, "-o", output]))
+        output_of(run([*call, *objects, "-o", program]))
         for path in objects:
             path.unlink()
         return program

@@ -1,18 +1,15 @@
-"""The native operations, and the self-test programs.
-
-The programs of all selected tests run side by side, since each keeps one core busy.
-"""
+"""The native operations, the self-test programs, and the libraries of other SIMD backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 
-from tests.kernels.native.backends import SelfTest
+from tests.kernels.background import Background
+from tests.kernels.native.backends import Backend, SelfTest, backend_folder, backend_pool
 from windlass.kernels.native.ops import NativeOps
-from windlass.kernels.native.pool import Workers
+from windlass.kernels.native.pool import Pool, Workers
 
 
 @pytest.fixture(scope="session")
@@ -21,16 +18,17 @@ def ops() -> NativeOps:
 
 
 @pytest.fixture(scope="session")
-def run_selftest(request: pytest.FixtureRequest) -> Iterator[Callable[[SelfTest], str]]:
-    """Build and run the self-tests of the session in two threads; return the output of one."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    selected = [item for item in items if "run_selftest" in item.fixturenames]
-    runnable = [
-        item for item in selected if not any(m.args[0] for m in item.iter_markers("skipif"))
-    ]
-    selftests = dict.fromkeys(item.callspec.params["selftest"] for item in runnable)
-    with ThreadPoolExecutor(2) as threads:
-        outputs = {one: threads.submit(one.run, request.config) for one in selftests}
-        yield lambda one: outputs[one].result()
-        for output in outputs.values():
-            output.cancel()
+def run_selftest(background: Background) -> Callable[[SelfTest], str]:
+    """Return the output of a self-test."""
+    return background.result
+
+
+@pytest.fixture(scope="session")
+def built_pool(background: Background, pytestconfig: pytest.Config) -> Callable[[Backend], Pool]:
+    """Return the pool of a backend."""
+
+    def wait(backend: Backend) -> Pool:
+        background.result(backend)
+        return backend_pool(backend, backend_folder(pytestconfig))
+
+    return wait

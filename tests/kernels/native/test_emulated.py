@@ -16,8 +16,6 @@ import pytest
 from tests.kernels.native.backends import HASWELL, SelfTest, run_checked, runnable
 from windlass.kernels.native.compiled import SOURCES
 
-pytestmark = pytest.mark.timeout(900)  # the first run compiles the kernels for each CPU
-
 _X86 = "x86_64-linux-gnu-g++"
 _ARM = "g++" if platform.machine() == "aarch64" else "aarch64-linux-gnu-g++"
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.native.backends import PORTABLE, backend_pool
+from tests.kernels.native.backends import PORTABLE, Backend
 from windlass.kernels.native import compiled
 from windlass.kernels.native.linear import NativeLinear
-from windlass.kernels.native.pool import Workers
+from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
 from windlass.kernels.reference_linear import ReferenceLinear, form_bytes
 
@@ -380,8 +380,10 @@ def test_refusals(kernel: NativeLinear) -> None:
         assert reason in str(kernel.refuse(form, device, torch.float32))
 
 
-def test_the_portable_backend_matches_the_definitions(pytestconfig: pytest.Config) -> None:
-    kernel = NativeLinear(Workers(2, backend_pool(PORTABLE, pytestconfig)))
+def test_the_portable_backend_matches_the_definitions(
+    built_pool: Callable[[Backend], Pool],
+) -> None:
+    kernel = NativeLinear(Workers(2, built_pool(PORTABLE)))
     forms = (
         int4(13, 96, 32, seed=12),
         int8(13, 160, 16, seed=12, affine=True),

@@ -9,8 +9,6 @@ import pytest
 from tests.kernels.native.backends import SelfTest
 from windlass.kernels.native.compiled import find_compilers, machine_flags
 
-pytestmark = pytest.mark.timeout(900)  # the first run compiles the kernels with sanitisers
-
 _FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _COMPILERS, _ = find_compilers()
 _COMMAND = _COMPILERS[0].command if _COMPILERS else ()

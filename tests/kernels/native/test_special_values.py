@@ -9,7 +9,7 @@ One call covers many special values: each lies in a row (or request) of its own,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.lora_stacks import NUM_IN, make_stacks
-from tests.kernels.native.backends import Backend, backend_pool, runnable
+from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table4
 from tests.kernels.native.test_ops import batch_of, normal, pages_of_type
 from windlass.kernels import reference
@@ -60,9 +60,8 @@ RTOL, ATOL = 2e-5, 2e-6
 
 
 @pytest.fixture(scope="module", params=runnable(), ids=lambda b: " ".join(b.flags))
-def pool(request: pytest.FixtureRequest) -> Pool:
-    backend: Backend = request.param
-    return backend_pool(backend, request.config)
+def pool(request: pytest.FixtureRequest, built_pool: Callable[[Backend], Pool]) -> Pool:
+    return built_pool(request.param)
 
 
 @pytest.fixture(scope="module")
