@@ -5,8 +5,9 @@ With small steps, prefix caching, preemption, HTTP and streaming.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -16,6 +17,9 @@ import torch
 
 from tests.system.server import Server, serving
 from windlass import LLM, SamplingParams
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.runner.assemble import Loaded
 
 pytestmark = pytest.mark.model
 
@@ -28,27 +32,35 @@ PROMPTS = [
     "The three laws of robotics are",
     "In 1969, two men",
     "Water boils at",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "The quick brown fox",
     "Q: What is 12 + 30?\nA:",
-    "import numpy as np\n\nx =",
-    "Ingredients: flour, eggs, milk.\nMethod:",
-    "She opened the door and",
     "The difference between a crocodile and an alligator is",
-    "SELECT name FROM users WHERE",
-    "Photosynthesis is the process by which",
-    "To install the package, run",
     "Le chat est",
     "1, 2, 3, 5, 8, 13,",
-    "My favourite book is",
-    "The weather today is sunny, and yesterday it was",
 ]
 
 
+Exact = Callable[..., LLM]
+
+
 @pytest.fixture(scope="module")
-def expected(default_reference: torch.nn.Module) -> dict[str, list[int]]:
+def exact() -> Exact:
+    """Make engines in float32 that share the weights."""
+    shared: list[Loaded] = []
+
+    def make(**options: Any) -> LLM:
+        config = EngineConfig.of(dtype="float32", **options)
+        opened = open_model(config)
+        built = build_engine(config, opened.source, *shared)
+        shared[:] = [built.weights]
+        return LLM.over(opened.card, built)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(default_reference: torch.nn.Module, exact: Exact) -> dict[str, list[int]]:
     """Greedy tokens of the engine, each of them checked against transformers."""
-    llm = LLM(max_model_len=1024, num_blocks=512, dtype="float32")
+    llm = exact(max_model_len=1024, num_blocks=512)
     results = llm.generate(PROMPTS, GREEDY)
     for result in results:
         prompt, tokens = result.prompt_token_ids, result.outputs[0].token_ids
@@ -79,41 +91,33 @@ def test_packed_weights_differ_only_near_ties(default_reference, expected) -> No
 
 
 def test_generate_of_transformers_gives_the_same_tokens(default_reference, expected) -> None:
-    tokenizer = LLM_TOKENIZER()
-    for prompt in PROMPTS[:3]:
-        ids = torch.tensor([tokenizer.encode(prompt)])
-        with torch.inference_mode():
-            out = default_reference.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        assert out[0, ids.shape[1] :].tolist() == expected[prompt]
+    prompt = PROMPTS[1]
+    ids = torch.tensor([open_model(EngineConfig()).card.tokenizer.encode(prompt)])
+    with torch.inference_mode():
+        out = default_reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    assert out[0, ids.shape[1] :].tolist() == expected[prompt]
 
 
-def LLM_TOKENIZER():
-    from windlass.build import open_model
-    from windlass.config import EngineConfig
-
-    return open_model(EngineConfig()).card.tokenizer
-
-
-def test_batches_of_16_in_steps_of_48_tokens(expected) -> None:
-    small = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "prefix_caching": False}
-    llm = LLM(max_model_len=512, num_blocks=512, dtype="float32", **small)
+def test_batches_of_8_in_steps_of_24_tokens(exact: Exact, expected) -> None:
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "prefix_caching": False}
+    llm = exact(max_model_len=512, num_blocks=512, **small)
     for result in llm.generate(PROMPTS, GREEDY):
         assert result.outputs[0].token_ids == expected[result.prompt], result.prompt
     assert llm.engine.stats().num_used_blocks == 0
 
 
-def test_preemption_with_few_blocks(expected) -> None:
+def test_preemption_with_few_blocks(exact: Exact, expected) -> None:
     """A prompt is then repeated; its first block is still cached."""
-    tight = {"max_model_len": 256, "num_blocks": 18, "max_num_batched_tokens": 48}
-    llm = LLM(max_num_seqs=16, dtype="float32", **tight)
-    for prompts in (PROMPTS, [PROMPTS[17]]):
+    tight = {"max_model_len": 224, "num_blocks": 14, "max_num_batched_tokens": 48}
+    llm = exact(max_num_seqs=16, **tight)
+    for prompts in (PROMPTS, [PROMPTS[-1]]):
         for result in llm.generate(prompts, GREEDY):
             assert result.outputs[0].token_ids == expected[result.prompt], result.prompt
     stats = llm.engine.stats()
@@ -131,8 +135,8 @@ def test_a_seed_gives_the_same_alone_and_in_a_batch() -> None:
     assert batch[0].outputs[0].token_ids == alone
 
 
-def test_logprobs_agree_with_transformers(default_reference) -> None:
-    llm = LLM(max_model_len=256, num_blocks=64, dtype="float32")
+def test_logprobs_agree_with_transformers(default_reference, exact: Exact) -> None:
+    llm = exact(max_model_len=256, num_blocks=64)
     sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=5, prompt_logprobs=0)
     result = llm.generate(PROMPTS[1], sampling)[0]
     ids = result.prompt_token_ids + result.outputs[0].token_ids
@@ -163,7 +167,7 @@ def test_http_responses_streamed_and_not(client: openai.OpenAI, expected) -> Non
     model = client.models.list().data[0].id
     options = {"model": model, "temperature": 0, "max_tokens": NUM_TOKENS}
     extra = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False}
-    tokenizer = LLM_TOKENIZER()
+    tokenizer = open_model(EngineConfig()).card.tokenizer
     texts = {p: tokenizer.decode(ids, skip_special=False) for p, ids in expected.items()}
     half = len(PROMPTS) // 2
     whole = client.completions.create(prompt=PROMPTS[:half], extra_body=extra, **options)
@@ -233,7 +237,7 @@ def test_responses_satisfy_a_schema(client: openai.OpenAI) -> None:
 
 
 def test_requests_of_disconnected_clients_are_aborted(server: Server) -> None:
-    """200 clients, most of which disconnect at a random time."""
+    """60 clients, most of which disconnect at a random time."""
     random = Random(9)
     body = {"prompt": "Write a long text about the sea.", "max_tokens": 200, "stream": True}
 
@@ -251,7 +255,7 @@ def test_requests_of_disconnected_clients_are_aborted(server: Server) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(20) as pool:
-        for future in [pool.submit(disconnect_soon) for _ in range(200)]:
+        for future in [pool.submit(disconnect_soon) for _ in range(60)]:
             future.result()
     import time
 
