@@ -31,7 +31,7 @@ def method(kind: str, small: Path) -> dict[str, Any]:
     return {"spec": kind, **own.get(kind, {})}
 
 
-@pytest.mark.usefixtures("verify_all")
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
 @pytest.mark.parametrize("kind", ["draft", "self", "lookahead"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_drafts_leave_the_tokens_unchanged(
@@ -47,7 +47,7 @@ def test_drafts_leave_the_tokens_unchanged(
     assert agreement(tokens(on, sampling(seed=1)), tokens(off, sampling(seed=1))) >= 0.6
 
 
-@pytest.mark.usefixtures("verify_all")
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
 def test_an_identical_draft_model_is_nearly_always_accepted(folder: Path) -> None:
     """Overlapping draft steps see each other's tokens, keys and values."""
     llm = make(folder, spec="draft", spec_model=str(folder))
@@ -64,7 +64,7 @@ def test_the_exit_layer_is_measured(folder: Path) -> None:
     assert "% agreement" in chosen.value + chosen.reason
 
 
-@pytest.mark.usefixtures("verify_all")
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
 @pytest.mark.parametrize("engine", ["captured", "eager"])
 @pytest.mark.parametrize("kind", ["draft", "self"])
 def test_typical_acceptance_accepts_likely_tokens(

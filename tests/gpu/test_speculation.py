@@ -46,7 +46,7 @@ def sampling(**options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=40, ignore_eos=True, **options)
 
 
-@pytest.mark.usefixtures("verify_all")
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("graphs", ["captured", "eager"])
 def test_drafts_leave_the_tokens_unchanged(
@@ -67,7 +67,7 @@ def test_drafts_leave_the_tokens_unchanged(
     )
 
 
-@pytest.mark.usefixtures("verify_all")
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle with norms"])
 @pytest.mark.parametrize("engine", ["captured", "eager", "preempted", "fp8 KV", "few tokens"])
 def test_heads_leave_the_tokens_unchanged(
