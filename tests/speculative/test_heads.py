@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
-from tests.speculative.test_speculation import verify_all
+from tests.runner.test_deterministic import CONFIG, PROMPT
+from tests.speculative.test_speculation import prompts_for, verify_all
 from windlass import LLM, SamplingParams
 from windlass.core.speculation import governor
 from windlass.errors import CheckpointError, ConfigError
@@ -24,7 +24,6 @@ from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Unr
 
 __all__ = ["verify_all"]
 
-PROMPTS = [PROMPT, *SIBLINGS]
 VOCAB, DIM, WIDE = CONFIG["vocab_size"], 16, 224
 
 
@@ -124,12 +123,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_the_same_tokens_with_a_head(
     model: Path, heads: dict[str, Path], kind: str, engine: str
 ) -> None:
-    options = ENGINES[engine]
+    options, prompts = ENGINES[engine], prompts_for(engine)
     off = make(model, **options)
     on = make(model, spec=kind, spec_model=str(heads[kind]), **options)
     for params in SAMPLING.values():
-        want = [r.outputs[0].token_ids for r in off.generate(PROMPTS, params)]
-        assert [r.outputs[0].token_ids for r in on.generate(PROMPTS, params)] == want
+        want = [r.outputs[0].token_ids for r in off.generate(prompts, params)]
+        assert [r.outputs[0].token_ids for r in on.generate(prompts, params)] == want
     stats = on.engine.stats()
     assert stats.num_draft_tokens > 100
     if engine == "preemption":

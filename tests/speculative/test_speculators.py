@@ -15,12 +15,15 @@ from tests.runner.test_deterministic import CONFIG, PROMPT
 from tests.speculative.test_heads import DIM, SAMPLING, VOCAB, WIDE, eagle, make, model
 from windlass.config import EngineConfig
 from windlass.core.speculation import governor
+from windlass.core.speculation.costs import Costs, StepCosts
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
 from windlass.models.eagle import EagleNorms
 from windlass.runner.drafter import DrafterInputs
+from windlass.speculative import setup
 from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
+from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative.speculators import NORMS
 from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Norm, UnrolledKV
 
@@ -120,8 +123,10 @@ class Recorded:
             patch.setattr(EagleDrafter, "draft", recorded)
             patch.setattr(governor.Governor, "choose", lambda _self, slots, *_: [0] * len(slots))
             patch.setattr(governor.Governor, "draft_length", lambda *_: 3)
+            some = StepCosts({1: 1.0, 2: 1.0})
+            patch.setattr(setup, "measure", lambda *_: Costs(some, some))
+            patch.setattr(setup, "open_measurement_cache", lambda *_, **__: MeasurementCache())
             self.llm = make(model, quantization=None, spec="eagle", spec_model=str(folder))
-            calls.clear()  # of the measurement at start
             self.llm.generate([PROMPT], SAMPLING["greedy"])
         self.aux_hidden_states, self.following = (
             torch.cat([call[i] for call in calls])[None] for i in (0, 1)
