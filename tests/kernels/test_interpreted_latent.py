@@ -59,8 +59,8 @@ def test_latents_and_queries(interleaved: bool, dtype: torch.dtype) -> None:
     angle = torch.rand(64, heads.rope_dim // 2) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)
     ours = copy_of(kv)
-    want = latent.latent_queries(q, rows, heads, weights, table, kv, batch)
-    got = latent_queries(q, rows, heads, weights, table, ours, batch)
+    want = latent.latent_queries(rows, q, heads, weights, table, kv, batch)
+    got = latent_queries(rows, q, heads, weights, table, ours, batch)
     torch.testing.assert_close(got, want)
     if dtype == torch.int8:
         # Rotated keys may differ in the last bit, so codes by one.

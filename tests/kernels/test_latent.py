@@ -85,7 +85,7 @@ def run_chunks(chunks, cache, weights, table, inputs, heads=HEADS, attention=Non
         ]
         q, rows = (torch.cat(each) for each in parts)
         kv = cache.layers[0]
-        queries = latent.latent_queries(q, rows, heads, weights, table, kv, batch)
+        queries = latent.latent_queries(rows, q, heads, weights, table, kv, batch)
         mixed = attention(queries, kv, batch, SCALE, heads.rank)
         outputs = latent.latent_outputs(mixed, weights, batch)
         for slot, part in enumerate(outputs.split(list(counts))):

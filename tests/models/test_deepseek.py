@@ -18,8 +18,13 @@ from tests.quant.folders import loaded, logits
 from tests.runner.test_windows import make, transformers_tokens
 from windlass import LLM, SamplingParams
 from windlass.build import Built
+from windlass.cli.model_report import examine
+from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
 from windlass.errors import UnsupportedError
+from windlass.kernels.native import compiled
+from windlass.layers.linear import Linear
+from windlass.lora.peft import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
 
@@ -115,6 +120,32 @@ def test_the_layout_has_one_vector_per_token(tmp_path: Path) -> None:
     assert report.memory["KV cache"] == 10 * 4 * 3 * (24 + 8) * 4
 
 
+def test_inspect_counts_latents(tmp_path: Path) -> None:
+    save("V3", tmp_path)
+    config = {"model": str(tmp_path), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
+    exact = examine(EngineConfig.of(**config))
+    coded = examine(EngineConfig.of(**config, kv_cache_dtype="int8"))
+    assert exact["estimate"]["kv_bytes_per_token"] == 3 * (24 + 8) * 4
+    assert coded["estimate"]["kv_bytes_per_token"] == 3 * (24 + 8 + 4)
+
+
+@pytest.mark.parametrize("name", ["V2 Lite", "V3"])
+def test_adapters_change_the_projections_that_are_not_absorbed(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    hparams = read_hparams(json.loads((tmp_path / "config.json").read_text()))
+    network = loaded(tmp_path, device="cpu").network
+    attention = network.model.layers[1].self_attn
+    linears = [module for module in attention.modules() if isinstance(module, Linear)]
+    prefix = "model.layers.1.self_attn."
+    want = {
+        f"{prefix}{part}": (count, linear.num_in)
+        for linear in linears
+        for part, count in linear.parts.items()
+    }
+    shapes = linear_shapes(hparams)
+    assert {key: shape for key, shape in shapes.items() if key.startswith(prefix)} == want
+
+
 @pytest.mark.parametrize(("kv", "bound"), [("int8", 0.05), ("fp8", 0.3)])
 def test_logprobs_with_latent_codes_are_close(kv: str, bound: float, tmp_path: Path) -> None:
     save("V3", tmp_path)
@@ -137,6 +168,20 @@ def test_deterministic_requests_do_not_depend_on_the_batch(tmp_path: Path) -> No
     alone = run(built, PROMPTS[:1], deterministic=True)
     other = make(tmp_path, num_blocks=200, max_num_batched_tokens=23)
     assert run(other, PROMPTS, deterministic=True)[:1] == alone
+
+
+@pytest.mark.skipif(not compiled.find_compilers()[0], reason="no C++ compiler")
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_the_recorded_program_gives_the_tokens_of_eager_steps(kv: str, tmp_path: Path) -> None:
+    family, changes = CASES["V2 Lite"]
+    save_tiny(family, {**MLA, **EXPERTS, **changes, "first_k_dense_replace": 3}, tmp_path)
+    recorded, eager = (
+        make(tmp_path, num_blocks=200, kv_cache_dtype=kv, enforce_eager=flag)
+        for flag in (False, True)
+    )
+    how = next(choice for choice in recorded.report.choices if choice.what == "steps")
+    assert how.value.startswith("one native call"), how.reason
+    assert run(recorded, PROMPTS) == run(eager, PROMPTS)
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

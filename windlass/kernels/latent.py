@@ -31,8 +31,8 @@ class LatentWeights:
 
 
 def latent_queries(
+    projected: Tensor,
     q: Tensor,
-    latent: Tensor,
     heads: LatentHeads,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -41,9 +41,9 @@ def latent_queries(
 ) -> Tensor:
     """Write the tokens' latent vectors to their pages, and return the queries that attend to them.
 
-    q: [tokens, heads * query dim]; latent: [tokens, rank + rope dim], of which the first `rank` numbers
-    are normalised and the others rotated. A query times a latent vector is the head's q times its key.
-    Returns [tokens, heads, rank + rope dim].
+    The first columns of q are the heads' queries, the last of `projected` the latent: `rank` numbers,
+    which are normalised, and a key, which is rotated. Both may be one tensor. A query times a latent
+    vector is the head's q times its key. Returns [tokens, heads, rank + rope dim].
     """
     cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
 
@@ -52,10 +52,10 @@ def latent_queries(
             x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
         return reference.rope(x, cos, sin)
 
-    low, key = latent.split([heads.rank, heads.rope_dim], dim=-1)
+    low, key = projected[:, -heads.dim :].split([heads.rank, heads.rope_dim], dim=-1)
     low = reference.rms_norm(low, weights.norm, weights.eps)
     _write(torch.cat([low[:, None], rotated(key[:, None])], dim=-1), kv, batch)
-    q = q.reshape(q.shape[0], heads.num_q, heads.query_dim)
+    q = q[:, : heads.num_q * heads.query_dim].unflatten(1, (heads.num_q, heads.query_dim))
     nope, positional = q.split([heads.nope_dim, heads.rope_dim], dim=-1)
     absorbed = _per_head(nope, weights.keys, batch.batch_invariant)
     return torch.cat([absorbed, rotated(positional)], dim=-1)
@@ -64,7 +64,10 @@ def latent_queries(
 def latent_attention(
     queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
 ) -> Tensor:
-    """Attention over latent pages: [tokens, heads, dim] to the mean latents [tokens, heads, rank]."""
+    """Attention over latent pages, of queries [tokens, heads, dim].
+
+    The first `rank` numbers of the result [tokens, heads, ...] are the mean latents.
+    """
     kernel = batch_invariant_attention if batch.batch_invariant else reference
     return kernel.attention(queries, _with_values(kv, rank), batch, AttentionOptions(scale))
 
@@ -78,8 +81,9 @@ def torch_latent_attention(
 
 
 def latent_outputs(mixed: Tensor, weights: LatentWeights, batch: StepBatch) -> Tensor:
-    """Project mean latents [tokens, heads, rank] to the heads' values [tokens, heads * value dim]."""
-    return _per_head(mixed, weights.values.mT, batch.batch_invariant).flatten(1)
+    """Project mean latents [tokens, heads, ...] to the heads' values [tokens, heads * value dim]."""
+    rank = weights.values.shape[2]
+    return _per_head(mixed[..., :rank], weights.values.mT, batch.batch_invariant).flatten(1)
 
 
 def _with_values(kv: LayerKV, rank: int) -> LayerKV:

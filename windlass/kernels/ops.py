@@ -66,8 +66,8 @@ class Ops:
 
     def attend_latent(
         self,
+        projected: Tensor,
         q: Tensor,
-        latent: Tensor,
         heads: LatentHeads,
         weights: LatentWeights,
         *,
@@ -76,11 +76,11 @@ class Ops:
         batch: StepBatch,
         scale: float,
     ) -> Tensor:
-        """MLA of projected queries and latents [tokens, ...]; writes the latents to the pages.
+        """MLA of the queries in the first columns of q and the latents in the last of `projected`.
 
-        Returns [tokens, heads * value dim].
+        Writes the latents to the pages. Returns [tokens, heads * value dim].
         """
-        queries = self.latent_queries(q, latent, heads, weights, cos_sin, kv, batch)
+        queries = self.latent_queries(projected, q, heads, weights, cos_sin, kv, batch)
         mixed = self.latent_attention(queries, kv, batch, scale, heads.rank)
         return self.latent_outputs(mixed, weights, batch)
 

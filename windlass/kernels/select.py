@@ -21,6 +21,7 @@ from windlass.kernels.native.pool import Workers
 
 _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
+_MAX_NATIVE_LATENT = 640
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
 
 
@@ -117,13 +118,29 @@ def _native(need: Need) -> str | None:
     return need.workers.refuse()
 
 
+def _native_latent(need: Need) -> str | None:
+    heads = need.latent
+    assert heads is not None
+    if heads.rank % 8 or heads.nope_dim % 8 or heads.rope_dim % 8 or heads.value_dim % 4:
+        return f"the sizes of {heads} are not multiples of 8"
+    if heads.dim > _MAX_NATIVE_LATENT:
+        return f"latents have {heads.dim} numbers, more than {_MAX_NATIVE_LATENT}"
+    if heads.num_q > _MAX_NATIVE_GROUP:
+        return f"{heads.num_q} heads share a latent, more than {_MAX_NATIVE_GROUP}"
+    return _no_fp8(need) or _native(need)
+
+
+def _no_fp8(need: Need) -> str | None:
+    if need.kv_dtype == torch.float8_e4m3fn:
+        return "no fp8 KV cache on a CPU; use --kv-cache-dtype int8"
+    return None
+
+
 def _native_pages(need: Need) -> str | None:
     dim = need.heads.dim
     if dim % 8 or dim > _MAX_NATIVE_DIM:
         return f"head_dim is {dim}, not a multiple of 8 up to {_MAX_NATIVE_DIM}"
-    if need.kv_dtype == torch.float8_e4m3fn:
-        return "no fp8 KV cache on a CPU; use --kv-cache-dtype int8"
-    return _native(need)
+    return _no_fp8(need) or _native(need)
 
 
 def _native_rope(need: Need) -> str | None:
@@ -178,15 +195,18 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     ],
     "latent_queries": [
         Candidate("triton", f"{_TRITON}.latent:latent_queries", _triton_latent),
+        Candidate("native", "latent_queries", _native_latent),
         Candidate("plain", f"{_LATENT}:latent_queries", _never),
     ],
     "latent_attention": [
         Candidate("triton", f"{_TRITON}.latent:latent_attention", _triton_latent),
+        Candidate("native", "latent_attention", _native_latent),
         Candidate("torch", f"{_LATENT}:torch_latent_attention", _fused_torch),
         Candidate("plain", f"{_LATENT}:latent_attention", _never),
     ],
     "latent_outputs": [
         Candidate("triton", f"{_TRITON}.latent:latent_outputs", _triton_latent),
+        Candidate("native", "latent_outputs", _native_latent),
         Candidate("plain", f"{_LATENT}:latent_outputs", _never),
     ],
 }

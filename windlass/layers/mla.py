@@ -140,14 +140,14 @@ class MLA(nn.Module):
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their latents."""
         assert cos_sin is not None
-        projected = self.qkv_proj(x, batch.adapters)
-        q, latent = projected.split([projected.shape[1] - self.heads.dim, self.heads.dim], dim=1)
+        q = projected = self.qkv_proj(x, batch.adapters)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
-            normed, _ = self.q_a_layernorm.add(q, None, batch.adapters is not None)
+            low = projected[:, : self.q_b_proj.num_in]
+            normed, _ = self.q_a_layernorm.add(low, None, batch.adapters is not None)
             q = self.q_b_proj(normed, batch.adapters)
         return self.ops.attend_latent(
+            projected,
             q,
-            latent,
             self.heads,
             self._weights,
             cos_sin=cos_sin,

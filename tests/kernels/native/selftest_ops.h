@@ -209,10 +209,10 @@ struct Requests {
     }
   }
 
-  size_t index(int token, int position, int head) const {
+  size_t index(int token, int position, int head, int heads = kKvHeads) const {
     const int slot = slots[static_cast<size_t>(token)];
     const int block = tables[static_cast<size_t>(slot * kStride + position / kPage)];
-    return static_cast<size_t>((block * kKvHeads + head) * kPage + position % kPage);
+    return static_cast<size_t>((block * heads + head) * kPage + position % kPage);
   }
 
   WindlassStep step() const {
@@ -322,6 +322,84 @@ inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
   }
 }
 
+// GEMMs of each head, with weights whose rows belong to inputs, then to outputs.
+inline void check_per_head(WindlassPool* pool, int rows) {
+  constexpr size_t heads = 3, num_in = 16, num_out = 88;
+  const size_t tokens = static_cast<size_t>(rows);
+  Floats x = random_floats(tokens * heads * num_in), y(tokens * heads * num_out);
+  const Floats weight = random_floats(heads * num_in * num_out);
+  for (size_t by_output : {0u, 1u}) {
+    WindlassCommand c{};
+    c.op = windlass::kPerHead;
+    c.rows = rows;
+    const size_t sizes[9] = {heads,           num_in,  num_out, heads * num_in,
+                             num_in,          heads * num_out,  num_out,
+                             num_in * num_out, by_output};
+    std::transform(sizes, sizes + 9, c.sizes, [](size_t size) { return static_cast<int32_t>(size); });
+    c.step_tensors[0] = x.data();
+    c.step_tensors[1] = y.data();
+    c.model_tensors[0] = weight.data();
+    run(pool, c, WindlassStep{});
+    for (size_t token = 0; token < tokens; ++token) {
+      for (size_t head = 0; head < heads; ++head) {
+        const float* matrix = weight.data() + head * num_in * num_out;
+        for (size_t n = 0; n < num_out; ++n) {
+          double wanted = 0.0;
+          for (size_t k = 0; k < num_in; ++k) {
+            const float w = matrix[by_output ? n * num_in + k : k * num_out + n];
+            wanted += static_cast<double>(x[(token * heads + head) * num_in + k]) * w;
+          }
+          expect("per_head", y[(token * heads + head) * num_out + n], wanted, kClose);
+        }
+      }
+    }
+  }
+}
+
+// Latents in float32 pages: their norm, and the rotation of keys and queries by interleaved pairs.
+inline void check_latent(WindlassPool* pool) {
+  constexpr int heads = 2, nope = 8, rope = 8, rank = 16, dim = rank + rope;
+  constexpr int q_width = heads * (nope + rope), width = q_width + dim;
+  const Requests requests({{0, 1}, {130, 1}, {5, 33}});
+  const auto rows = static_cast<size_t>(requests.tokens);
+  Floats x = random_floats(rows * width), out(rows * heads * dim);
+  const Floats norm = random_floats(rank), cos_sin = random_floats(512 * rope);
+  Floats pages(static_cast<size_t>(requests.blocks * kPage * dim));
+  WindlassCommand c{};
+  c.op = windlass::kLatent;
+  c.rows = requests.tokens;
+  const int sizes[11] = {heads, 1, dim, kPage, windlass::kTypeF32, 0, rope, nope, width, width, 1};
+  std::copy(sizes, sizes + 11, c.sizes);
+  c.scalars[0] = static_cast<float>(kEps);
+  c.step_tensors[0] = c.step_tensors[1] = x.data();
+  c.step_tensors[2] = out.data();
+  c.model_tensors[0] = cos_sin.data();
+  c.model_tensors[1] = norm.data();
+  c.model_tensors[2] = c.model_tensors[3] = pages.data();
+  run(pool, c, requests.step());
+  for (size_t token = 0; token < rows; ++token) {
+    const int position = requests.positions[token];
+    const float* angles = cos_sin.data() + position * rope;
+    const auto check = [&](const float* from, const float* to) {
+      for (int i = 0; i < rope / 2; ++i) {
+        const double a = from[2 * i], b = from[2 * i + 1];
+        const double cosine = angles[i], sine = angles[i + rope / 2];
+        expect("latent", to[i], a * cosine - b * sine, kClose);
+        expect("latent", to[i + rope / 2], b * cosine + a * sine, kClose);
+      }
+    };
+    const float* row = x.data() + token * width;
+    for (int head = 0; head < heads; ++head) {
+      check(row + head * (nope + rope) + nope, out.data() + (token * heads + head) * dim + rank);
+    }
+    const Doubles low(row + q_width, row + q_width + rank);
+    const Doubles wanted = normalised(low.data(), norm, kEps);
+    const float* written = pages.data() + requests.index(static_cast<int>(token), position, 0, 1) * dim;
+    for (size_t i = 0; i < rank; ++i) expect("latent", written[i], wanted[i], 10 * kClose);
+    check(row + q_width + rank, written + rank);
+  }
+}
+
 inline void check_operations(WindlassPool* pool) {
   for (int rows : {1, 5, 40}) {
     for (int width : {1, 8, 50, 576}) {
@@ -330,6 +408,8 @@ inline void check_operations(WindlassPool* pool) {
       check_sample(pool, rows, width);
     }
   }
+  for (int rows : {1, 2, 7}) check_per_head(pool, rows);
+  check_latent(pool);
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {
       for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, window);

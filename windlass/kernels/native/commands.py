@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 import torch
 from torch import Tensor
 
-_STEP_TENSORS, _MODEL_TENSORS, _SIZES, _SCALARS = 5, 7, 7, 2
+_STEP_TENSORS, _MODEL_TENSORS, _SIZES, _SCALARS = 5, 7, 11, 2
 
 TOKENS, SAMPLED = -1, -2  # row counts that come from the step
 
@@ -32,6 +32,8 @@ class Op(IntEnum):
     LORA = 10
     SAMPLE = 11
     EXPERTS = 12
+    LATENT = 13
+    PER_HEAD = 14
 
 
 class LinearFlag(IntFlag):
@@ -72,6 +74,8 @@ WRITTEN = {
     Op.GATHER: (1,),
     Op.ARGMAX: (1,),
     Op.LORA: (1,),
+    Op.LATENT: (2,),
+    Op.PER_HEAD: (1,),
     Op.EXPERTS: (1,),
 }
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.core.mla import LatentHeads
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.latent import LatentWeights
 from windlass.kernels.native.commands import TYPE_OF, Call, Op, Step
 from windlass.kernels.native.pool import Pool
 
@@ -121,6 +123,67 @@ class NativeOps:
         )
         self._run(call, batch)
         return out
+
+    def latent_queries(
+        self,
+        projected: Tensor,
+        q: Tensor,
+        heads: LatentHeads,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens = q.shape[0]
+        out = torch.empty(tokens, heads.num_q, heads.dim)
+        paged = _heads(Heads(heads.num_q, 1, heads.dim), kv, batch)
+        widths = (projected.shape[1], q.shape[1])
+        call = Call(
+            Op.LATENT,
+            tokens,
+            step_tensors=(projected.contiguous(), q.contiguous(), out),
+            model_tensors=(cos_sin, weights.norm, *_pages(kv)),
+            sizes=(*paged, heads.rope_dim, heads.nope_dim, *widths, int(heads.interleaved)),
+            scalars=(weights.eps,),
+        )
+        self._run(call, batch)
+        self._per_head(q, heads.query_dim, weights.keys, out)
+        return out
+
+    def latent_attention(
+        self, queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
+    ) -> Tensor:
+        """Return as many numbers as latents have: all of them are mixed."""
+        del rank
+        return self.attention(queries, kv, batch, AttentionOptions(scale))
+
+    def latent_outputs(self, mixed: Tensor, weights: LatentWeights, batch: StepBatch) -> Tensor:
+        del batch
+        tokens, num_heads, dim = mixed.shape
+        out = torch.empty(tokens, num_heads, weights.values.shape[1])
+        self._per_head(mixed, dim, weights.values.mT, out)
+        return out.view(tokens, -1)
+
+    def _per_head(self, x: Tensor, x_head: int, weight: Tensor, out: Tensor) -> None:
+        """Write x @ weight [heads, in, out] of each head to the first columns of `out`.
+
+        `x_head`: columns of x between the first inputs of two heads.
+        """
+        tokens, _, out_head = out.shape
+        num_heads, num_in, num_out = weight.shape
+        w_head, w_in, w_out = weight.stride()
+        rows_are_outputs = w_out != 1
+        assert (w_in, w_out) == ((1, num_in) if rows_are_outputs else (num_out, 1))
+        x_row = x.numel() // tokens
+        strides = (x_row, x_head, num_heads * out_head, out_head, w_head)
+        call = Call(
+            Op.PER_HEAD,
+            tokens,
+            step_tensors=(x.contiguous(), out),
+            model_tensors=(weight.data_ptr(),),
+            sizes=(num_heads, num_in, num_out, *strides, int(rows_are_outputs)),
+        )
+        self.pool.run(call)
 
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return x[rows], for rows of float32."""

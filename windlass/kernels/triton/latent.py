@@ -42,8 +42,8 @@ def decode_parts(num_q: int) -> int:
 
 
 def latent_queries(
+    projected: Tensor,
     q: Tensor,
-    latent: Tensor,
     heads: LatentHeads,
     weights: LatentWeights,
     cos_sin: Tensor,
@@ -52,6 +52,7 @@ def latent_queries(
 ) -> Tensor:
     """Same contract as `windlass.kernels.latent.latent_queries`."""
     tokens, half = q.shape[0], heads.rope_dim // 2
+    latent = projected[:, -heads.dim :]
     queries = q.new_empty((tokens, heads.num_q, heads.dim))
     latent_write_kernel[(tokens,)](
         q,

@@ -161,6 +161,9 @@ def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
         Rule(pattern=rf"(.*\.{name}\.weight)", name=r"\1", rows=whole)
         for name in ("k_b_proj", "v_b_proj")
     ]
+    assert hparams.mla is not None
+    if hparams.mla.split_up:  # some files have the whole tensor, too
+        split.append(Rule(pattern=r".*\.kv_b_proj\.weight", name=""))
     bias = Rule(pattern=r"(.*\.e_score_correction_bias)\.bias", name=r"\1")
     return [*split, bias, *(gguf_expert_rules(hparams) if hparams.moe is not None else ())]
 

@@ -11,7 +11,7 @@
 namespace windlass {
 
 constexpr int kChunkKeys = 128;  // keys
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = 640;  // of latents; heads have up to 256
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Keys and values of one chunk: in their pages, or converted to float32.

@@ -16,11 +16,18 @@
 //   lora      x, y                          down, up, ranks, shape, scales
 //   sample    x, out (int32)                params, keys                   width
 //   experts   x, out, logits                experts (experts.h)            flags of linear
+//   latent    x, q, out                     cos_sin, norm, kv              heads ..., rotary_dim, nope_dim,
+//                                                                          x width, q width, interleaved; eps
+//   per_head  x, y                          weight                         heads, inputs, outputs, strides of
+//                                                                          x, y (row, head) and of the
+//                                                                          weight's heads, layout
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
 // kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
 // slots, outputs of each part. Its scales: null if down and up are float32, else those of int8 codes.
+// latent reads the last columns of x, writes latents to the pages, and rotates the queries; per_head
+// writes their other features. The layout of its weight: 0 if a row belongs to an input, 1 to an output.
 // The order of a sum never depends on the number of rows.
 
 #pragma once
@@ -43,6 +50,8 @@ enum Op : int32_t {
   kLora,
   kSample,
   kExperts,
+  kLatent,
+  kPerHead,
 };
 
 // Storage types.
@@ -66,7 +75,7 @@ constexpr int32_t kStepRows = 16;
 struct WindlassCommand {
   int32_t op;
   int32_t rows;
-  int32_t sizes[7];
+  int32_t sizes[11];
   float scalars[2];
   void* step_tensors[5];
   const void* model_tensors[7];

@@ -42,6 +42,10 @@ bool execute(const Run& run) {
       return run_sample(run);
     case kExperts:
       return run_experts(run);
+    case kLatent:
+      return run_latent(run);
+    case kPerHead:
+      return run_per_head(run);
     default:
       return false;
   }

@@ -1,4 +1,5 @@
-// RoPE: rotates queries and keys by their position, and writes keys and values to their pages.
+// RoPE: rotates queries and keys by their position, and writes keys and values, or latents, to their
+// pages.
 
 #include <cmath>
 #include <cstring>
@@ -9,7 +10,7 @@ namespace windlass {
 
 namespace {
 
-constexpr int kMaxDim = 512;
+constexpr int kMaxDim = 640;
 
 // Rounds to nearest, ties to even; NaN stays NaN.
 uint16_t to_bf16(float x) {
@@ -61,6 +62,16 @@ void rotate(const float* x, const float* cos_sin, int half, int dim, float* out)
   std::memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(dim - 2 * half) * 4);
 }
 
+// Rotates pairs (2 i, 2 i + 1) or (i, i + half). The first features of all pairs come first.
+void rotate_pairs(const float* x, const float* cos_sin, int half, bool interleaved, float* out) {
+  const int next = interleaved ? 2 : 1, second = interleaved ? 1 : half;
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i * next], b = x[i * next + second];
+    out[i] = a * cos_sin[i] - b * cos_sin[half + i];
+    out[i + half] = b * cos_sin[i] + a * cos_sin[half + i];
+  }
+}
+
 }  // namespace
 
 bool run_rope(const Run& run) {
@@ -86,6 +97,28 @@ bool run_rope(const Run& run) {
     }
     for (int head = 0; head < kv.num_kv; ++head, x += dim) {
       write_head(kv, x, kv.values, kv.value_scales, kv.head_index(run.step, slot, position, head));
+    }
+  });
+  return true;
+}
+
+bool run_latent(const Run& run) {
+  const Pages kv = kv_pages(run, 2);
+  const int rope_dim = run.size(6), nope_dim = run.size(7), rank = kv.dim - rope_dim;
+  const int width = run.size(8), q_width = run.size(9), half = rope_dim / 2;
+  const bool interleaved = run.size(10) != 0;
+  run.each_row(4 * (kv.dim + kv.num_q * rope_dim), [&](int token) {
+    const int position = run.step.positions[token], slot = run.step.slots[token];
+    const float* cos_sin = row_of(run.model_tensor<float>(0), position, rope_dim);
+    const float* latent = row_of(run.step_tensor(0), token, width) + width - kv.dim;
+    float vector[kMaxDim];
+    rms_norm(latent, run.model_tensor<float>(1), rank, run.command.scalars[0], vector);
+    rotate_pairs(latent + rank, cos_sin, half, interleaved, vector + rank);
+    write_head(kv, vector, kv.keys, kv.key_scales, kv.head_index(run.step, slot, position, 0));
+    const float* q = row_of(run.step_tensor(1), token, q_width) + nope_dim;
+    float* out = row_of(run.step_tensor(2), token, kv.num_q * kv.dim) + rank;
+    for (int head = 0; head < kv.num_q; ++head, q += nope_dim + rope_dim, out += kv.dim) {
+      rotate_pairs(q, cos_sin, half, interleaved, out);
     }
   });
   return true;

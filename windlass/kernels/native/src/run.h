@@ -68,5 +68,7 @@ bool run_argmax(const Run& run);
 bool run_lora(const Run& run);
 bool run_sample(const Run& run);
 bool run_experts(const Run& run);
+bool run_latent(const Run& run);
+bool run_per_head(const Run& run);
 
 }  // namespace windlass
