@@ -74,7 +74,7 @@ def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], f
     """Raise CheckpointError unless the stored tensor can be read in the shape of the network."""
     found, needed = _squeezed(stored), _squeezed(expected)
     is_flat = len(found) == 1 and found[0] == math.prod(needed)
-    is_stack = len(found) > len(needed) > 0 and found[-1] == needed[-1]
+    is_stack = len(found) > len(needed) > 0 and (len(needed) == 1 or found[-1] == needed[-1])
     if found != needed and not is_flat and not (is_stack and math.prod(found) == math.prod(needed)):
         raise CheckpointError(
             f"{file}: tensor {name} has shape {list(stored)}, the network needs {list(expected)}. "

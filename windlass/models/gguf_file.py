@@ -85,6 +85,8 @@ class GGUFCheckpoint:
             check_shape(name, stored, shape, self._header.path)
             return torch.from_numpy(self._blocks(name, rows, columns))
         check_shape(name, tensor.shape, shape, self._header.path)
+        if len(shape) == 1 < len(tensor.shape):  # biases of all experts
+            return self.read(name, tensor.shape).flatten()[region]
         kind = tensor.type
         width = math.prod(tensor.shape) // _num_rows(tensor)
         start, stop, _ = columns.indices(width)

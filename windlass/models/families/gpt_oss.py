@@ -75,7 +75,13 @@ def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
         "attention.sliding_window": "sliding_window",
     }
     # llama.cpp's converter separates gate and up rows.
-    return {**keys.renamed(names), "interleaved_experts": False}
+    # Files do not store that YaRN's ramp has fractional ends.
+    extra = {"interleaved_experts": False, "rope_scaling": {"truncate": False}}
+    return {**keys.renamed(names), **extra}
+
+
+def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
+    return [Rule(pattern=r"(.*\.sinks)\.weight", name=r"\1"), *gguf_expert_rules(hparams)]
 
 
 GPT_OSS = Family(
@@ -89,6 +95,6 @@ GPT_OSS = Family(
             "post_attention_norm": "post_attention_layernorm",
         },
         config=_gguf_config,
-        rules=gguf_expert_rules,
+        rules=_gguf_rules,
     ),
 )

@@ -37,6 +37,12 @@ def read_routing(fields: Fields, chosen: str = "num_experts_per_tok", **options:
             f"{fields.source}: {chosen} is {top_k}, but {total} is {count}: a token cannot use more "
             "experts than there are."
         )
+    groups, top_groups = options.get("num_groups", 1), options.get("top_groups", 1)
+    if count % groups or top_groups > groups:
+        raise CheckpointError(
+            f"{fields.source}: {groups} groups do not divide {count} experts, or are fewer than the "
+            f"{top_groups} groups that a token may use."
+        )
     return Routing(num_experts=count, top_k=top_k, **options)
 
 
