@@ -64,7 +64,8 @@ PLANS = (
     Plan(8, 16, Tiling(64, 128), Tiling(64, 128)),
     Plan(24, 32, Tiling(128, 64), Tiling(128, 64)),
     Plan(96, 64, Tiling(128, 64), Tiling(128, 64)),
-    Plan(float("inf"), 128, Tiling(128, 64, warps=8), Tiling(128, 64, warps=8)),
+    Plan(512, 128, Tiling(128, 64, warps=8, stages=3), Tiling(128, 64, stages=3)),
+    Plan(float("inf"), 128, Tiling(128, 128, warps=8, stages=3), Tiling(128, 64, stages=3)),
 )
 
 
