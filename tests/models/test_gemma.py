@@ -16,12 +16,13 @@ from tests.models.comparison import TINY, check_logits, logits_of, our_logits, s
 from tests.models.tiny import TOKENIZER, write_gguf
 from windlass import LLM, SamplingParams
 from windlass.build import build_engine, open_model
-from windlass.config import EngineConfig
+from windlass.config import EngineConfig, ModelConfig
 from windlass.errors import UnsupportedError
 from windlass.lora.peft import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.tools.plan import select_quantization
+from windlass.tools.quantize.export import export
 
 WINDOWS = {"sliding_window": 8, "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 24}
 SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
@@ -292,3 +293,15 @@ def test_plan_counts_the_bytes_of_the_engine(tmp_path: Path) -> None:
         build_engine(config, open_model(config).source).report.memory["weights"]
         == item.weight_bytes
     )
+
+
+def test_exported_norms_are_stored_as_transformers_stores_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "base"
+    save_tiny(*CASES["gemma3"], folder)
+    write_tokenizer(folder)
+    export(ModelConfig(model=str(folder)), tmp_path / "out")
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)

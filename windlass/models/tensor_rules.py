@@ -214,6 +214,12 @@ def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:
     return MappedCheckpoint(checkpoint, rules) if rules else checkpoint
 
 
+def before_reading(name: str, tensor: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
+    """What a file must have under the network's name, so that reading it with the rules gives `tensor`."""
+    added = sum(rule.add for rule in rules if rule.add and re.fullmatch(rule.pattern, name))
+    return tensor.float() - added if added else tensor
+
+
 def _targets(
     name: str, rules: Sequence[tuple[re.Pattern[str], Rule]]
 ) -> Iterator[tuple[str, _Source]]:

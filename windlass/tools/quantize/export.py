@@ -17,8 +17,11 @@ from windlass.config import ModelConfig
 from windlass.errors import EngineError
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.families.registry import family_of
+from windlass.models.hparams import HParams
 from windlass.models.json_file import merged
 from windlass.models.source import resolve
+from windlass.models.tensor_rules import before_reading
 from windlass.tools.quantize.checkpoint_files import (
     source_config,
     split_shards,
@@ -35,14 +38,14 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
     check_output(output)
     files = resolve(model)
     config = merged(source_config(files), model.hf_overrides)
-    tied = load_hparams(files, model).tie_embeddings
+    hparams = load_hparams(files, model)
     checkpoint = open_checkpoint(files, model)
     # Files of an interrupted run are discarded: an export takes only minutes.
     new = output.with_name(f"{output.name}.unfinished")
     shutil.rmtree(new, ignore_errors=True)
     try:
         new.mkdir(parents=True)
-        _write_weights(new, checkpoint, dtype, tied)
+        _write_weights(new, checkpoint, dtype, hparams)
         write_plain_config(new, config, dtype)
         write_text_files(new, files, model.tokenizer)
         with suppress(FileNotFoundError):
@@ -55,12 +58,16 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
         ) from error
 
 
-def _write_weights(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, tied: bool) -> None:
+def _write_weights(
+    folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, hparams: HParams
+) -> None:
+    tied, rules = hparams.tie_embeddings, family_of(hparams.architecture).rules(hparams)
     names = [n for n in checkpoint.names() if not (tied and n == "lm_head.weight")]
     shapes = {name: checkpoint.stored(name).shape for name in names}
     sizes = [dtype.itemsize * torch.Size(shapes[name]).numel() for name in names]
 
     def load(shard: list[str]) -> dict[str, Tensor]:
-        return {n: cast_checked(checkpoint.read(n, shapes[n]), dtype, n) for n in shard}
+        read = {n: before_reading(n, checkpoint.read(n, shapes[n]), rules) for n in shard}
+        return {n: cast_checked(tensor, dtype, n) for n, tensor in read.items()}
 
     write_shards(folder, split_shards(names, sizes), load)
