@@ -23,6 +23,7 @@ from windlass.settings import split_options as split_options
 from windlass.speculative_config import MAX_SPEC_TOKENS as MAX_SPEC_TOKENS
 from windlass.speculative_config import SpecConfig as SpecConfig
 
+ModelImpl = Literal["auto", "windlass", "transformers"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
@@ -55,6 +56,11 @@ class ModelConfig:
     )
     quantize_head: bool = option(False, "With --quantization: quantise the LM head too.")
     device: Device = option("auto", "Device to run on.")
+    model_impl: ModelImpl = option(
+        "auto",
+        "Code that computes the network: Windlass' own, or transformers', which is slower; auto uses "
+        "transformers for architectures that Windlass does not have.",
+    )
     load_format: LoadFormat = option("auto", "Format of the weights; dummy makes random weights.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     download_dir: str | None = option(None, "Folder for downloaded models.")

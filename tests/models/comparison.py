@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,17 @@ import torch
 import transformers
 
 from tests.steps import make_batch
+from windlass.config import ModelConfig, ModelImpl
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.ops import choose_ops
-from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
-from windlass.models.families.registry import family_of, read_hparams
+from windlass.models.card import load_hparams, open_checkpoint
+from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Parts, kernel_need, kv_layout, make_network
-from windlass.models.tensor_rules import mapped
+from windlass.models.source import resolve
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.slots import SlotTables
 
@@ -57,13 +57,17 @@ def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Mo
 
 
 def our_logits(
-    folder: Path, ids: list[int], chunks: list[int], plain: bool = False
+    folder: Path,
+    ids: list[int],
+    chunks: list[int],
+    plain: bool = False,
+    model_impl: ModelImpl = "windlass",
 ) -> torch.Tensor:
     """Logits of all positions from a folder of safetensors; see `logits_of`."""
-    spec = read_hparams(json.loads((folder / "config.json").read_text()))
-    checkpoint = SafetensorsCheckpoint(sorted(folder.glob("*.safetensors")))
-    rules = family_of(spec.architecture).rules(spec)
-    return logits_of(spec, mapped(checkpoint, rules), ids, chunks=chunks, plain=plain)
+    config = ModelConfig(model=str(folder), model_impl=model_impl)
+    files = resolve(config)
+    spec, checkpoint = load_hparams(files, config), open_checkpoint(files, config)
+    return logits_of(spec, checkpoint, ids, chunks=chunks, plain=plain)
 
 
 def logits_of(
@@ -74,6 +78,7 @@ def logits_of(
     parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
     network = make_network(spec, parts)
     load(network, checkpoint, CPU)
+    network.check()
     layout = kv_layout(spec, 4, torch.float32)
     num_groups = len(layout.groups)
     cache = KVCache(layout, 16 * num_groups, torch.float32, CPU)

@@ -44,7 +44,10 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "chat_template": _chat_template(opened.card),
         "sampling_defaults": dict(opened.card.default_sampling),
         "formats": _formats(checkpoint),
-        "choices": [asdict(item) for item in (*blueprint.choices, blueprint.kv_format.choice)],
+        "choices": [
+            asdict(item)
+            for item in (*network.choices, *blueprint.choices, blueprint.kv_format.choice)
+        ],
         "kernels": [_kernel(selection) for selection in parts.ops.chosen],
         "linear_layers": _linear_layers(network),
         "estimate": {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.lora import Lora
@@ -43,6 +43,11 @@ def open_adapters(
 
     `free` is the number of bytes available for the slots.
     """
+    if hparams.transformers is not None:
+        raise UnsupportedError(
+            f"--enable-lora: {hparams.architecture} runs through transformers' code, whose layers take "
+            "no adapters. Merge the adapter into the model's weights, and serve the result."
+        )
     lora = config.lora
     _check_memory(lora, network, free)
     bank = Bank(

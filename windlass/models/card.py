@@ -5,6 +5,7 @@ torch is imported only when a tensor is read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from windlass.config import ModelConfig
 from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
-from windlass.errors import CheckpointError, RequestError
+from windlass.errors import CheckpointError, ConfigError, RequestError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
-from windlass.models.families.registry import family_of, read_hparams
+from windlass.models.families.registry import family_of, has_family, read_hparams
 from windlass.models.fields import Fields
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.hparams import HParams
@@ -25,6 +26,7 @@ from windlass.models.json_file import merged, read_json, read_json_if_there
 from windlass.models.source import ModelFiles
 from windlass.models.tensor_rules import mapped
 from windlass.models.tokenizer import HFTokenizer, TextSide
+from windlass.models.transformers_config import read_transformers
 
 _SAMPLING = {
     "temperature": "temperature",
@@ -83,6 +85,11 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
         return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
     gguf = _gguf(files)
     hparams = _hparams(files, config, gguf)
+    if hparams.transformers is not None:
+        from windlass.models.transformers_weights import TransformersCheckpoint
+
+        stored = SafetensorsCheckpoint(files.weights, files.index)
+        return TransformersCheckpoint(stored, hparams.transformers)
     family = family_of(hparams.architecture)
     if gguf is not None:
         return mapped(gguf, family.gguf.rules(hparams))
@@ -96,7 +103,24 @@ def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
 def _hparams(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> HParams:
     source = files.path if gguf else files.path / "config.json"
     values = gguf.hf_config() if gguf else read_json(source)
-    return read_hparams(merged(values, config.hf_overrides), str(source))
+    values = merged(values, config.hf_overrides)
+    if _uses_transformers(values, str(source), config, gguf):
+        return read_transformers(values, str(source))
+    return read_hparams(values, str(source))
+
+
+def _uses_transformers(
+    values: Mapping[str, Any], source: str, config: ModelConfig, gguf: GGUFCheckpoint | None
+) -> bool:
+    """Whether transformers' own code computes the network."""
+    if config.model_impl == "transformers" and gguf is not None:
+        raise ConfigError(
+            "--model-impl transformers reads safetensors, and this model is a GGUF file. Use the "
+            "original model, or omit the flag."
+        )
+    if config.model_impl != "auto" or gguf is not None:
+        return config.model_impl == "transformers"
+    return not has_family(values, source)
 
 
 def _text_side(

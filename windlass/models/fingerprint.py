@@ -23,12 +23,16 @@ def fingerprint(hparams: HParams, checkpoint: Checkpoint) -> str:
     """Hash a model to 32 hexadecimal digits. Reads headers and a few KiB of tensors."""
     shape = (hparams.architecture, hparams.hidden_size, hparams.num_layers, hparams.vocab_size)
     digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
-    table = (hparams.vocab_size, hparams.hidden_size)
-    for i in range(min(_ROWS, hparams.vocab_size)):
-        index = i * hparams.vocab_size // _ROWS
-        row = checkpoint.read("model.embed_tokens.weight", table, (slice(index, index + 1),))
+    name = f"{hparams.table}.weight"
+    table: tuple[int, ...] = (hparams.vocab_size, hparams.hidden_size)
+    if name in checkpoint.names():
+        table = checkpoint.stored(name).shape
+    for i in range(min(_ROWS, table[0])):
+        index = i * table[0] // _ROWS
+        row = checkpoint.read(name, table, (slice(index, index + 1),))
         digest.update(_bytes(row))
-    digest.update(_bytes(checkpoint.read("model.norm.weight", (hparams.hidden_size,))))
+    if hparams.transformers is None:
+        digest.update(_bytes(checkpoint.read("model.norm.weight", (hparams.hidden_size,))))
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from windlass.core.mla import LatentHeads
 from windlass.core.moe import ExpertActivation, Routing
 from windlass.models.rope_config import RopeConfig
+from windlass.models.transformers_model import TransformersModel
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 # Where a layer normalises. pre: inputs of attention and MLP. post: their outputs, before the residual
@@ -103,6 +104,17 @@ class HParams:
         default_factory=dict
     )  # the raw quantization_config; quant/ reads it
     source: str = "config.json"  # the file, for error messages
+    transformers: TransformersModel | None = None  # set: transformers' own code computes the layers
+
+    @property
+    def table(self) -> str:
+        """The module of the token embedding in the checkpoint."""
+        return "model.embed_tokens" if self.transformers is None else self.transformers.table
+
+    @property
+    def head(self) -> str:
+        """The module of the LM head in the checkpoint."""
+        return "lm_head" if self.transformers is None else self.transformers.head
 
     @property
     def norm_eps(self) -> float:

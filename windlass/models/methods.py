@@ -25,7 +25,7 @@ from windlass.quant.packed_method import Dense, Mixed, PackedMethod
 from windlass.quant.rounding import SCHEMES, Scheme
 from windlass.quant.unquantised import Unquantised
 
-_HEAD = "lm_head"
+_HEAD = "lm_head"  # as networks name it; `HParams.head` is its name in the checkpoint
 _TABLE = "model.embed_tokens"
 _PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
@@ -72,7 +72,7 @@ def choose_methods(
 ) -> Methods:
     """Detect the format of the weights and choose the methods."""
     plain = _Unquantised(checkpoint, hparams, linears)
-    table = plain(_TABLE)
+    table = plain(hparams.table)
 
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
         table_dtype = table.dtype if isinstance(table, FileDtype) else None
@@ -94,6 +94,7 @@ def choose_methods(
             linears=linears,
             has_weights=bool(checkpoint.names()),
             tied=hparams.tie_embeddings,
+            head=hparams.head,
         )
         return chosen(from_config, found.name, "from the quantization_config")
     if types:
@@ -121,7 +122,7 @@ def _is_router(module: str) -> bool:
 
 def _table_method(from_types: MethodOf, hparams: HParams) -> PackedMethod | None:
     """Return the method of an untied embedding that may stay packed. A tied one is the head's weight."""
-    method = from_types(_TABLE)
+    method = from_types(hparams.table)
     return method if isinstance(method, Gguf) and not hparams.tie_embeddings else None
 
 
@@ -178,7 +179,8 @@ class _Unquantised:
     def _stored_dtype(self, module: str) -> torch.dtype | None:
         """The dtype in the file, or the config's for random weights. None: quantised in the file."""
         tied = module == _HEAD and self.hparams.tie_embeddings
-        name = f"{_TABLE if tied else module}.weight"
+        own = self.hparams.head if module == _HEAD else module
+        name = f"{self.hparams.table if tied else own}.weight"
         names = self.checkpoint.names()
         if not names:
             return getattr(torch, self.hparams.dtype or "float32", None)
@@ -196,10 +198,11 @@ class _FromConfig:
     linears: Linears
     has_weights: bool
     tied: bool
+    head: str  # the module of the LM head in the checkpoint
     dummy_methods: dict[str, Online] = field(default_factory=dict)
 
     def __call__(self, module: str) -> Method:
-        method = self.format.method(module)
+        method = self.format.method(self.head if module == _HEAD else module)
         if method is None:
             return self.plain(module)
         if module == _HEAD and self.tied:

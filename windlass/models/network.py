@@ -1,6 +1,7 @@
 """The interface of networks and their building blocks.
 
-The decoder (decoder.py) is the network of every family; another one would be chosen here.
+The decoder (decoder.py) is the network of every family; other architectures may run through
+transformers (transformers_fallback.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.card import Choice
 from windlass.core.kv_layout import KVLayout
 from windlass.kernels.batch import AdapterRows, Heads, StepBatch
 from windlass.kernels.experts import ExpertKernels
@@ -30,6 +32,7 @@ from windlass.quant.base import LinearMethod
 from windlass.quant.packed_method import PackedMethod
 
 _DECODER = "windlass.models.decoder:Decoder"
+_TRANSFORMERS = "windlass.models.transformers_fallback:TransformersNetwork"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,17 @@ class Weights(nn.Module):
 
 class Network(Weights):
     """Computes hidden states from tokens, and logits from hidden states."""
+
+    # Why steps can be neither captured nor recorded, and depend on their batch; None: they may.
+    why_eager: str | None = None
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Lines of the start-up table."""
+        return []
+
+    def check(self) -> None:
+        """Raise UnsupportedError if the network cannot compute steps with its weights."""
 
     @classmethod
     @abstractmethod
@@ -141,14 +155,15 @@ def kernel_need(
 def make_network(hparams: HParams, parts: Parts) -> Network:
     """Build a network on the meta device; the loader fills it."""
     with torch.device("meta"):
-        return _network_class()(hparams, parts)
+        return _network_class(hparams)(hparams, parts)
 
 
 def kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
     """The KV layout of a model whose network need not exist. `dtype`: of the KV cache."""
-    return _network_class().kv_layout(hparams, block_size, dtype)
+    return _network_class(hparams).kv_layout(hparams, block_size, dtype)
 
 
-def _network_class() -> Any:
-    module, name = _DECODER.split(":")
+def _network_class(hparams: HParams) -> Any:
+    location = _DECODER if hparams.transformers is None else _TRANSFORMERS
+    module, name = location.split(":")
     return getattr(import_module(module), name)

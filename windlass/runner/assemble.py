@@ -191,11 +191,12 @@ def load_network(
     else:
         _check_same_weights(config.model, blueprint.parts.device, weights)
         share_weights(network, weights.network, blueprint.linears, blueprint.parts.experts)
+    network.check()
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     experts = [each.prepared for each in stored if isinstance(each, ExpertStack) and each.prepared]
-    choices = [*blueprint.choices, *memory(stored), *_expert_choices(experts)]
+    choices = [*network.choices, *blueprint.choices, *memory(stored), *_expert_choices(experts)]
     if plain:
         choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
     return Loaded(
@@ -205,7 +206,7 @@ def load_network(
         gemm=blueprint.linears.gemm,
         weight_bytes=network.weight_bytes,
         choices=choices,
-        why_not_batch_invariant=_why_not_batch_invariant(layers, experts),
+        why_not_batch_invariant=network.why_eager or _why_not_batch_invariant(layers, experts),
     )
 
 
@@ -412,17 +413,23 @@ class _Maker:
                 parts,
                 heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
                 latent=hparams.mla is not None,
-                max_rows=0 if self._config.model.enforce_eager else self._limits.max_num_seqs,
+                max_rows=self._limits.max_num_seqs if self._why_eager is None else 0,
                 max_tokens=self._limits.max_num_batched_tokens,
                 max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,
             )
         return [*self._program(parts), EagerExecutor(parts, ReferenceMetadata(parts.slots))]
 
+    @property
+    def _why_eager(self) -> str | None:
+        """Why no step may be captured or recorded; None: steps may."""
+        if self._config.model.enforce_eager:
+            return "--enforce-eager"
+        return self._loaded.network.why_eager
+
     def _program(self, parts: RunnerParts) -> list[Executor]:
         """The recorded program, if every operation is native; adds a start-up line."""
         why = None if self._loaded.parts.ops.is_native else "not every operation is native"
-        if self._config.model.enforce_eager:
-            why = "--enforce-eager"
+        why = self._why_eager or why
         if why is not None:
             self.choices.append(Choice("steps", "operator by operator", why))
             return []

@@ -40,6 +40,11 @@ class SharedKVCache(KVCache):
 def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     """Refuse an exit layer that the model does not have, before any weight is read."""
     del files
+    if hparams.transformers is not None:
+        raise ConfigError(
+            f"--spec self: {hparams.architecture} runs through transformers' code, which computes all "
+            "layers. Use --spec ngram, or a draft model with --spec-model."
+        )
     layer = config.speculation.spec_exit_layer
     if hparams.num_layers < 2:
         raise ConfigError("--spec self: the model has one layer, so there is no earlier exit.")

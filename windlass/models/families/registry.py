@@ -93,25 +93,33 @@ def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HPar
     return family_of(architecture).read(Fields(config, source), architecture)
 
 
+def has_family(config: Mapping[str, Any], source: str) -> bool:
+    """Whether the architecture of a config.json has a family here."""
+    return _name(config, source) in _FAMILIES
+
+
 def architecture_of(config: Mapping[str, Any], source: str) -> str:
     """The architecture's name, from `architectures`, else from `model_type`."""
-    listed = config.get("architectures")
-    if isinstance(listed, (list, tuple)) and listed:
-        name = str(listed[0])
-    elif "model_type" in config:
-        by_type = {family_of(known).model_type: known for known in _FAMILIES}
-        name = by_type.get(config["model_type"], str(config["model_type"]))
-    else:
-        raise CheckpointError(
-            f"{source}: has neither architectures nor model_type, so the architecture is unknown. "
-            f'Add one, such as --hf-overrides \'{{"architectures": ["LlamaForCausalLM"]}}\'.'
-        )
+    name = _name(config, source)
     if name not in _FAMILIES:
         raise UnsupportedError(
             f"{source}: architecture {name!r} is not supported. "
             f"Supported: {', '.join(_FAMILIES)}.{_closest(name, _FAMILIES)}"
         )
     return name
+
+
+def _name(config: Mapping[str, Any], source: str) -> str:
+    listed = config.get("architectures")
+    if isinstance(listed, (list, tuple)) and listed:
+        return str(listed[0])
+    if "model_type" in config:
+        by_type = {family_of(known).model_type: known for known in _FAMILIES}
+        return by_type.get(config["model_type"], str(config["model_type"]))
+    raise CheckpointError(
+        f"{source}: has neither architectures nor model_type, so the architecture is unknown. "
+        f'Add one, such as --hf-overrides \'{{"architectures": ["LlamaForCausalLM"]}}\'.'
+    )
 
 
 def _closest(name: str, known: Mapping[str, str]) -> str:

@@ -73,6 +73,11 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
         config=merged(checkpoint_files.source_config(files), job.model.hf_overrides),
         checkpoint=open_checkpoint(files, job.model),
     )
+    if source.hparams.transformers is not None:
+        raise ConfigError(
+            f"windlass quantize supports Windlass' own architectures, not {source.hparams.architecture}. "
+            "--quantization quantises the linear layers of any model at load time."
+        )
     recipe = decide(job.options, source.hparams)
     device = choose_device(job.model).device
     choose_threads(job.model)
