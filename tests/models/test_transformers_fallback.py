@@ -16,11 +16,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.models.comparison import TINY, our_logits
+from tests.steps import make_batch
 from windlass import LLM, SamplingParams
-from windlass.config import ModelConfig
+from windlass.build import open_model
+from windlass.config import EngineConfig, ModelConfig
+from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
-from windlass.models.card import load_hparams
+from windlass.kernels.batch import KVCache
+from windlass.models.card import load_hparams, open_checkpoint
+from windlass.models.network import kv_layout
 from windlass.models.source import resolve
+from windlass.runner.assemble import load_network
+from windlass.runner.slots import SlotTables
 
 ROOT = Path(__file__).parents[2]
 SIZES = TINY | {"hidden_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -122,6 +129,26 @@ def test_speculation_keeps_tokens(tmp_path: Path) -> None:
     for options in ({"spec": "ngram"}, {"spec": "draft", "spec_model": str(tmp_path / "draft")}):
         llm = start(tmp_path / "opt", spec_tokens=3, **options)
         assert tokens_of(llm) == expected
+
+
+def test_draft_heads_read_the_inputs_of_layers(tmp_path: Path) -> None:
+    model, ids = save("SeedOss", tmp_path), torch.arange(3, 10)
+    config = EngineConfig.of(model=str(tmp_path), device="cpu", model_impl="transformers")
+    opened = open_model(config)
+    checkpoint = open_checkpoint(opened.files, config.model)
+    network = load_network(config, opened.hparams, checkpoint).network
+    layout = kv_layout(opened.hparams, 16, torch.float32)
+    cache = KVCache(layout, 1, torch.float32, torch.device("cpu"))
+    admission = SlotInit("r", 0, ids.tolist(), len(ids), SamplingParams(), frozenset(), 0)
+    row = Row("r", 0, 0, len(ids), tuple(ids.tolist()), (0,), True)
+    slots = SlotTables(1, 1, 16, torch.device("cpu"))
+    tokens, batch = make_batch(StepPlan([row], [admission]), slots, cache.layers)
+    read = {0: tokens, 1: tokens}
+    with torch.inference_mode():
+        network(tokens, batch, read)
+        want = model(ids[None], output_hidden_states=True).hidden_states
+    for layer, got in read.items():
+        torch.testing.assert_close(got, want[layer][0], atol=1e-4, rtol=1e-4)
 
 
 def test_other_architectures_run_through_transformers_by_default(tmp_path: Path) -> None:
