@@ -100,19 +100,28 @@ def decode(
     codes: str | None = None,
     wide: bool = False,
     siblings: int = 0,
+    sinks: bool = False,
+    rotation: dict[str, object] | None = None,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
-    flags = {**flags, "RAW": raw, "NORM": normed, "WIDE": wide, "SIBLINGS": siblings}
+    flags = {**flags, "RAW": raw, "WIDE": wide, "SIBLINGS": siblings}
+    flags = {**flags, "ROTATED": dim if raw else 0, "NORM": "rms" if normed else None}
+    flags = {**flags, "INTERLEAVED": False, "PER_HEAD": False, **(rotation or {})}
     options = attention._decode_options(pad, splits, codes is not None)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
-    signature, scales = paged(DECODE, codes)
+    signature, scales = paged({**DECODE, "sinks": F} if sinks else DECODE, codes)
     constants = {**heads, **flags, **constants, **scales}
     return attention_kernels.paged_decode_kernel, signature, constants, options
 
 
 def prefill(
-    dim: int, pad: int, special: bool = False, codes: str | None = None, fresh: bool = False
+    dim: int,
+    pad: int,
+    special: bool = False,
+    codes: str | None = None,
+    fresh: bool = False,
+    sinks: bool = False,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
     flags = {
@@ -124,19 +133,23 @@ def prefill(
     }
     options = attention._prefill_options(pad, codes is not None and not fresh)
     flags["TILE"] = options.pop("TILE")
-    signature, scales = paged(PREFILL, codes)
+    signature, scales = paged({**PREFILL, "sinks": F} if sinks else PREFILL, codes)
     if fresh:
         signature = {**signature, "new_keys": X, "new_values": X}
     constants = {**heads, **flags, **scales}
     return attention_kernels.paged_prefill_kernel, signature, constants, options
 
 
-def rotate(normed: bool, codes: str | None = None, raw: bool = False) -> tuple:
-    constants = {"NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": 128, "HALF": 64, "HALF_PAD": 64}
+def rotate(
+    normed: bool, codes: str | None = None, raw: bool = False, dim: int = 128, **flags: object
+) -> tuple:
+    constants = {"NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "ROTATED": dim}
+    constants |= {"HALF_PAD": triton.next_power_of_2(dim // 2), "NORM": "rms" if normed else None}
+    constants |= {"INTERLEAVED": False, "PER_HEAD": False, **flags}
     signature, scales = paged(ROPE, codes)
     if raw:
         signature = {**signature, "qkv_rows": F, "qkv_columns": F}
-    constants = {**constants, "SIZE": 16, "NORM": normed, **scales}
+    constants = {**constants, "SIZE": 16, **scales}
     return rope.rope_write_kernel, signature, constants, {"num_warps": 1}
 
 
@@ -256,6 +269,12 @@ CASES = {
         {"SIZE": 4096, "WIDTH": 4096},
         {"num_warps": 8},
     ),
+    "qk_norm": (
+        norm.qk_norm_kernel,
+        {**dict.fromkeys(("qkv", "q_weight", "k_weight"), X), "stride": "i32", "eps": "fp32"},
+        {"Q_SIZE": 5120, "K_SIZE": 1024, "WIDTH": 8192},
+        {"num_warps": 16},
+    ),
     "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "WIDTH": 1024}, {}),
     "silu_mul of unscaled outputs, quantised": (
         norm.silu_mul_kernel,
@@ -290,6 +309,30 @@ CASES = {
     "rope_write normed": rotate(True),
     "rope_write fp8": rotate(False, FP8),
     "rope_write int8": rotate(True, "*i8"),
+    "rope_write partial": rotate(False, dim=80, ROTATED=32),
+    "rope_write interleaved, LayerNorm": rotate(
+        False, INTERLEAVED=True, NORM="layer", PER_HEAD=True
+    ),
+    "rope_write interleaved, partial, int8": rotate(
+        True, "*i8", dim=96, ROTATED=48, INTERLEAVED=True
+    ),
+    "rope_write without rotation": rotate(True, FP8, dim=64, ROTATED=0),
+    "decode 64 with sinks": decode(64, 64, 8, raw=True, sinks=True),
+    "decode 64 with sinks, fp8": decode(64, 64, 1, True, codes=FP8, sinks=True),
+    "decode 256 raw, normed, special": decode(256, 256, 4, True, raw=True, normed=True),
+    "decode 80 partial": decode(80, 128, 8, raw=True, rotation={"ROTATED": 32}),
+    "decode 128 interleaved, LayerNorm, with siblings": decode(
+        *(128, 128, 8, True),
+        raw=True,
+        wide=True,
+        siblings=2,
+        rotation={"INTERLEAVED": True, "NORM": "layer", "PER_HEAD": True},
+    ),
+    "decode 96 without rotation": decode(96, 128, 2, raw=True, rotation={"ROTATED": 0}),
+    "prefill 64 with sinks": prefill(64, 64, True, sinks=True),
+    "prefill 64 with sinks, fp8 fresh": prefill(64, 64, True, FP8, fresh=True, sinks=True),
+    "prefill 80": prefill(80, 128),
+    "prefill 256 special": prefill(256, 256, True),
     "decode 128": decode(128, 128, 1),
     "decode 128 split": decode(128, 128, 8),
     "decode 96 special": decode(96, 128, 8, True),

@@ -35,6 +35,7 @@ class Ops:
     latent_outputs: Callable[..., Tensor] = reference_latent.latent_outputs
     embedding: Callable[..., Tensor] = reference.embedding
     gather: Callable[..., Tensor] = reference.gather
+    qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
     layer_norm: Callable[..., Tensor] = reference.layer_norm
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_layer_norm
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
@@ -124,7 +125,7 @@ def _instructions(native: Native) -> Choice:
 
 _COPIES = ("embedding", "gather")  # torch's own kernels copy rows at full speed on a GPU
 _OPERATIONS = (*_COPIES, "rms_norm", "add_rms_norm", "silu_mul")
-_ATTENTION = ("rope_write", "attention")
+_ATTENTION = ("qk_norm", "rope_write", "attention")
 _LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 
 

@@ -52,6 +52,13 @@ def add_layer_norm(
     return layer_norm(residual, weight, bias, eps), residual
 
 
+def qk_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """Normalise all heads of q together, and all of k: the first columns, as many as the weights."""
+    sizes = [len(q_weight), len(k_weight), qkv.shape[-1] - len(q_weight) - len(k_weight)]
+    q, k, v = qkv.split(sizes, dim=-1)
+    return torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v], dim=-1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -23,6 +23,7 @@ _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
 _MAX_NATIVE_LATENT = 640
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
+_MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,6 @@ class Need:
     rotated: int  # dimensions of a head that RoPE rotates
     soft_cap: float | None = None
     sinks: bool = False
-    # Whether a layer has interleaved pairs, no rotation, or head norms that are not RMSNorms of one weight.
-    special_rope: bool = False
     latent: LatentHeads | None = None  # set: attention is MLA, and `heads` have the latents' size
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
@@ -90,16 +89,10 @@ def _triton(need: Need) -> str | None:
     return None
 
 
-def _triton_rope(need: Need) -> str | None:
-    if need.special_rope:
-        return "written for one kind of RoPE"
-    if need.rotated != need.heads.dim:
-        return f"RoPE rotates only {need.rotated} of {need.heads.dim} dimensions"
-    return _triton(need)
-
-
 def _triton_attention(need: Need) -> str | None:
-    return "sinks are not supported" if need.sinks else _triton(need)
+    if need.heads.group > _MAX_TRITON_GROUP:
+        return f"{need.heads.group} query heads share a kv head, more than {_MAX_TRITON_GROUP}"
+    return _triton(need)
 
 
 def _triton_latent(need: Need) -> str | None:
@@ -143,15 +136,7 @@ def _native_pages(need: Need) -> str | None:
     return _no_fp8(need) or _native(need)
 
 
-def _native_rope(need: Need) -> str | None:
-    return "written for one kind of RoPE" if need.special_rope else _native_pages(need)
-
-
 def _native_attention(need: Need) -> str | None:
-    if need.soft_cap is not None:
-        return "soft cap is not supported"
-    if need.sinks:
-        return "sinks are not supported"
     if need.heads.group > _MAX_NATIVE_GROUP:
         return f"{need.heads.group} query heads share a kv head, more than {_MAX_NATIVE_GROUP}"
     return _native_pages(need)
@@ -180,13 +165,17 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("triton", f"{_TRITON}.norm:add_rms_norm", _triton),
         Candidate("native", "add_rms_norm", _native),
     ],
+    "qk_norm": [
+        Candidate("triton", f"{_TRITON}.norm:qk_norm", _triton),
+        Candidate("native", "qk_norm", _native),
+    ],
     "silu_mul": [
         Candidate("triton", f"{_TRITON}.norm:silu_mul", _triton),
         Candidate("native", "silu_mul", _native),
     ],
     "rope_write": [
-        Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_rope),
-        Candidate("native", "rope_write", _native_rope),
+        Candidate("triton", f"{_TRITON}.rope:rope_write", _triton),
+        Candidate("native", "rope_write", _native_pages),
     ],
     "attention": [
         Candidate("triton", f"{_TRITON}.attention:attention", _triton_attention),

@@ -164,13 +164,9 @@ class Attention(ShardedRows):
         assert self.k_norm is not None
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.shape.norm_eps
         num_q, num_kv, dim = self.heads.num_q, self.heads.num_kv, self.heads.dim
-        *parts, v = qkv.split([num_q * dim, num_kv * dim, num_kv * dim], dim=-1)
         if self.group.size == 1:
-            normed = [
-                self.ops.rms_norm(x.contiguous(), weight, eps)
-                for x, weight in zip(parts, weights, strict=True)
-            ]
-            return torch.cat([*normed, v], dim=-1)
+            return self.ops.qk_norm(qkv, *weights, eps)
+        *parts, v = qkv.split([num_q * dim, num_kv * dim, num_kv * dim], dim=-1)
         squares = torch.cat([x.float().square().mean(-1, keepdim=True) for x in parts], dim=-1)
         # All ranks hold equally many heads of each part, so the mean of their means is the whole mean.
         means = self.group.all_reduce(squares) / self.group.size

@@ -135,8 +135,6 @@ def kernel_need(
     workers: Workers | None = None,
 ) -> Need:
     """What the network requires of its kernels."""
-    rotates = all(hparams.rope_of(layer) is not None for layer in range(hparams.num_layers))
-    norms_differ = hparams.qk_norm == "each_head" or hparams.qk_norm_kind != "rms"
     return Need(
         device=device,
         dtype=dtype,
@@ -145,7 +143,6 @@ def kernel_need(
         soft_cap=hparams.attention_soft_cap,
         latent=None if hparams.mla is None else hparams.mla.heads,
         sinks=hparams.attention_sinks,
-        special_rope=hparams.rope_interleaved or not rotates or norms_differ,
         kv_dtype=kv_dtype,
         plain=plain,
         workers=workers or Workers(),

@@ -54,6 +54,7 @@ _WIDTH = 120
 _OPERATIONS = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
+    "qk_norm": "norm",
     "silu_mul": "activation",
     "rope_write": "rope and KV write",
     "attention": "attention",

@@ -35,14 +35,21 @@ inline Doubles normalised(const double* x, const Floats& weight, double eps) {
 
 inline double silu(double x) { return x / (1.0 + std::exp(-x)); }
 
-// Rotates pairs (i, i + half) by an angle given by its cosine and sine.
-inline Doubles rotated(const Doubles& x, const float* cos_sin) {
-  const size_t half = x.size() / 2;
-  Doubles out(x.size());
+inline Doubles centred(Doubles x) {
+  double mean = 0.0;
+  for (double number : x) mean += number / static_cast<double>(x.size());
+  for (double& number : x) number -= mean;
+  return x;
+}
+
+// Rotates pairs (i, i + half), or (2i, 2i + 1), by an angle given by its cosine and sine.
+inline Doubles rotated(const Doubles& x, const float* cos_sin, size_t half, bool interleaved) {
+  Doubles out = x;
   for (size_t i = 0; i < half; ++i) {
     const double cosine = cos_sin[i], sine = cos_sin[half + i];
-    out[i] = x[i] * cosine - x[half + i] * sine;
-    out[half + i] = x[half + i] * cosine + x[i] * sine;
+    const size_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : half + i;
+    out[first] = x[first] * cosine - x[second] * sine;
+    out[second] = x[second] * cosine + x[first] * sine;
   }
   return out;
 }
@@ -110,19 +117,23 @@ struct Stored {
   }
 };
 
-// Attention of one query over the keys at `indices`, in order of position.
+// Attention of one query over the keys at `indices`, in order of position. A cap of 0 is none, a sink
+// of -infinity too.
 inline Doubles attended(const float* query, const Doubles& keys, const Doubles& values, size_t dim,
-                        const std::vector<size_t>& indices, double scale) {
+                        const std::vector<size_t>& indices, double scale, double cap,
+                        double sink) {
   Doubles weights;
-  double peak = -HUGE_VAL, sum = 0.0;
+  double peak = sink, sum = 0.0;
   for (size_t index : indices) {
     const double* key = keys.data() + index * dim;
     double score = 0.0;
     for (size_t d = 0; d < dim; ++d) score += query[d] * key[d];
-    weights.push_back(score * scale);
+    score *= scale;
+    weights.push_back(cap > 0.0 ? cap * std::tanh(score / cap) : score);
     peak = std::max(peak, weights.back());
   }
   for (double& weight : weights) sum += weight = std::exp(weight - peak);
+  if (sink > -HUGE_VAL) sum += std::exp(sink - peak);
   Doubles out(dim);
   for (size_t k = 0; k < indices.size(); ++k) {
     const double* value = values.data() + indices[k] * dim;

@@ -221,23 +221,37 @@ struct Requests {
   }
 };
 
+// The options of rope and attention.
+struct Variant {
+  int window = 0, rotary_dim = 0;
+  bool interleaved = false, layer_norm = false, per_head = false, sinks = false;
+  float soft_cap = 0.0f;
+
+  int flags() const {
+    return (interleaved ? windlass::kInterleaved : 0) | (layer_norm ? windlass::kLayerNorm : 0) |
+           (per_head ? windlass::kNormPerHead : 0);
+  }
+};
+
 struct Pages {
   const Requests& requests;
-  int dim, window;
+  int dim;
+  Variant variant;
   Stored keys, values;
-  Floats qkv, q, out, cos_sin, norm;
+  Floats qkv, q, out, cos_sin, norm, sinks;
 
-  Pages(const Requests& all, int type, int wide, int seen)
+  Pages(const Requests& all, int type, int wide, Variant options)
       : requests(all),
         dim(wide),
-        window(seen),
+        variant(options),
         keys(type, static_cast<size_t>(all.blocks * kKvHeads * kPage), wide),
         values(keys),
         qkv(random_floats(static_cast<size_t>(all.tokens * wide * (kHeads + 2 * kKvHeads)))),
         q(static_cast<size_t>(all.tokens * wide * kHeads)),
         out(q.size()),
         cos_sin(random_floats(static_cast<size_t>(400 * wide))),
-        norm(random_floats(static_cast<size_t>(wide))) {}
+        norm(random_floats(static_cast<size_t>(wide * (options.per_head ? kHeads : 1)))),
+        sinks(random_floats(kHeads)) {}
 
   void check_rotated(int token, int head) const {
     const float* x = qkv.data() + (token * (kHeads + 2 * kKvHeads) + head) * dim;
@@ -245,7 +259,12 @@ struct Pages {
     Doubles wanted(x, x + dim);
     const bool is_value = head >= kHeads + kKvHeads;
     if (!is_value) {
-      wanted = rotated(normalised(wanted.data(), norm, kEps), cos_sin.data() + position * dim);
+      const int own = !variant.per_head ? 0 : head < kHeads ? head : head - kHeads;
+      const Floats weight(norm.begin() + own * dim, norm.begin() + (own + 1) * dim);
+      if (variant.layer_norm) wanted = centred(wanted);
+      wanted = rotated(normalised(wanted.data(), weight, kEps),
+                       cos_sin.data() + position * variant.rotary_dim,
+                       static_cast<size_t>(variant.rotary_dim / 2), variant.interleaved);
     }
     double peak = 0.0;
     for (double number : wanted) peak = std::max(peak, std::fabs(number));
@@ -267,12 +286,15 @@ struct Pages {
     WindlassCommand c{};
     c.op = op;
     c.rows = requests.tokens;
-    const int sizes[7] = {kHeads, kKvHeads, dim, kPage, keys.type, 0, rope ? dim : window};
-    std::copy(sizes, sizes + 7, c.sizes);
+    const int sizes[8] = {kHeads, kKvHeads, dim, kPage, keys.type, 0,
+                          rope ? variant.rotary_dim : variant.window, rope ? variant.flags() : 0};
+    std::copy(sizes, sizes + 8, c.sizes);
     c.scalars[0] = rope ? static_cast<float>(kEps) : 0.125f;
+    c.scalars[1] = rope ? 0.0f : variant.soft_cap;
     c.step_tensors[0] = rope ? qkv.data() : q.data();
     c.step_tensors[1] = rope ? q.data() : out.data();
-    if (rope) c.model_tensors[0] = cos_sin.data();
+    if (rope && variant.rotary_dim > 0) c.model_tensors[0] = cos_sin.data();
+    if (!rope && variant.sinks) c.model_tensors[4] = sinks.data();
     if (rope && normed) c.model_tensors[1] = c.model_tensors[2] = norm.data();
     const void* pages[4] = {keys.bytes.data(), values.bytes.data(),
                             scaled ? keys.scales.data() : nullptr,
@@ -285,11 +307,13 @@ struct Pages {
                       const Doubles& all_values) const {
     const int position = requests.positions[static_cast<size_t>(token)];
     std::vector<size_t> indices;
-    for (int p = window > 0 ? std::max(0, position - window + 1) : 0; p <= position; ++p) {
+    const int first = variant.window > 0 ? std::max(0, position - variant.window + 1) : 0;
+    for (int p = first; p <= position; ++p) {
       indices.push_back(requests.index(token, p, head / (kHeads / kKvHeads)));
     }
     return attended(q.data() + index_of(token, head), all_keys, all_values,
-                    static_cast<size_t>(dim), indices, 0.125);
+                    static_cast<size_t>(dim), indices, 0.125, variant.soft_cap,
+                    variant.sinks ? sinks[static_cast<size_t>(head)] : -HUGE_VAL);
   }
 
   size_t index_of(int token, int head) const {
@@ -307,9 +331,9 @@ struct Pages {
   }
 };
 
-inline void check_pages(WindlassPool* pool, int type, int dim, int window) {
+inline void check_pages(WindlassPool* pool, int type, int dim, Variant variant) {
   const Requests requests({{0, 1}, {130, 1}, {5, 33}, {250, 7}, {0, 20}});
-  Pages p(requests, type, dim, window);
+  Pages p(requests, type, dim, variant);
   for (int op : {windlass::kRope, windlass::kAttention}) {
     const bool rope = op == windlass::kRope;
     p.run(pool, op);
@@ -412,8 +436,11 @@ inline void check_operations(WindlassPool* pool) {
   check_latent(pool);
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {
-      for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, window);
+      for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, {window, dim});
     }
+    check_pages(pool, type, 40, {0, 24, true, true, false, true, 0.0f});
+    check_pages(pool, type, 64, {100, 0, false, false, true, false, 0.5f});
+    check_pages(pool, type, 80, {7, 32, false, true, true, true, 0.1f});
   }
 }
 

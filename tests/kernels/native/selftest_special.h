@@ -81,7 +81,7 @@ inline void check_special_pages(WindlassPool* pool, int type, float value, int h
   const Requests requests({{130, 1}, {250, 7}, {5, 3}});
   const int dim = 24, token = 4, heads = kHeads + 2 * kKvHeads;
   const bool halves = type == windlass::kTypeF16;
-  Pages p(requests, type, dim, 0);
+  Pages p(requests, type, dim, {0, dim});
   p.run(pool, windlass::kRope, false);
   p.run(pool, windlass::kAttention);
   const Floats clean = p.out;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -134,6 +135,89 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype, rotated: int) -> Non
             torch.testing.assert_close(ours.value_scales, want.value_scales)
 
 
+def test_qk_norm_is_in_place(ops: NativeOps) -> None:
+    qkv, weights = normal(5, 4 * 24), (normal(48, seed=1), normal(24, seed=2))
+    want = reference.qk_norm(qkv, *weights, 1e-5)
+    got = ops.qk_norm(qkv, *weights, 1e-5)
+    torch.testing.assert_close(got, want, **CLOSE)
+    assert got is qkv
+
+
+def norms_of(heads: Heads, per_head: bool, kind: Literal["rms", "layer"]) -> QKNorms:
+    shapes = [(num, heads.dim) if per_head else (heads.dim,) for num in (heads.num_q, heads.num_kv)]
+    q, k = (normal(*shape, seed=4 + i) for i, shape in enumerate(shapes))
+    return QKNorms(q, k, 1e-5, kind)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dim=st.sampled_from([8, 24, 64, 80, 96]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    share=st.sampled_from([None, 0.25, 0.5, 1.0]),
+    interleaved=st.booleans(),
+    norm=st.none() | st.tuples(st.booleans(), st.sampled_from(["rms", "layer"])),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
+)
+def test_rope_options(
+    ops: NativeOps,
+    dim: int,
+    kv_heads: int,
+    group: int,
+    share: float | None,
+    interleaved: bool,
+    norm: tuple[bool, Literal["rms", "layer"]] | None,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(group * kv_heads, kv_heads, dim)
+    _, whole, batch = batch_of(ROWS[:5], heads.num_q, kv_heads, dim)
+    table = None if share is None else normal(512, round(share * dim / 2) * 2)
+    norms = None if norm is None else norms_of(heads, *norm)
+    options = RopeOptions(table, interleaved, norms)
+    qkv = normal(len(batch.positions), (heads.num_q + 2 * kv_heads) * dim, seed=3) + 0.5
+    ours, theirs = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
+    got = ops.rope_write(qkv, heads, options, ours, batch)
+    torch.testing.assert_close(
+        got, reference.rope_write(qkv, heads, options, theirs, batch), rtol=1e-5, atol=2e-6
+    )
+    rtol, atol = {torch.float32: (1e-5, 2e-6), torch.float16: (2**-10, 1e-5)}.get(dtype, (0, 1.0))
+    for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        torch.testing.assert_close(a.float(), b.float(), rtol=rtol, atol=atol)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([16, 80, 96, 256]),
+    window=st.none() | st.integers(1, 200),
+    soft_cap=st.none() | st.sampled_from([0.3, 2.0, 50.0]),
+    sinks=st.none() | st.sampled_from([-3.0, 0.0, 20.0]),
+    scale=st.sampled_from([0.05, 0.3]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8]),
+)
+def test_attention_options(
+    ops: NativeOps,
+    rows: list[tuple[int, int]],
+    group: int,
+    dim: int,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: float | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    queries, whole, batch = batch_of(rows, 2 * group, 2, dim)
+    kv = pages_of_type(whole, dtype)
+    logits = None if sinks is None else normal(2 * group, seed=6) + sinks
+    options = AttentionOptions(scale, window, soft_cap, logits)
+    got = ops.attention(queries * 0.3, kv, batch, options)
+    want = reference.attention(queries * 0.3, kv, batch, options)
+    torch.testing.assert_close(
+        got, want, **(FLOAT16 if dtype == torch.float16 else {"rtol": 3e-5, "atol": 1e-5})
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 1, 7, 150])
 def test_attention(ops: NativeOps, dtype: torch.dtype, window: int | None) -> None:
@@ -231,8 +315,9 @@ def test_a_layer_uses_the_tables_of_its_group(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_attention_is_batch_invariant(
-    ops: NativeOps, window: int | None, dtype: torch.dtype
+    ops: NativeOps, window: int | None, soft_cap: float | None, dtype: torch.dtype
 ) -> None:
     """One chunk, two chunks, single tokens, alone or in a batch: bit-identical."""
     queries, whole, batch = batch_of([(100, 200)], 6, 2, 64)
@@ -241,7 +326,8 @@ def test_attention_is_batch_invariant(
     def attend(parts: list[tuple[int, int]]) -> Tensor:
         spans = [type(batch.spans[0])(first, count, 100 + first) for first, count in parts]
         some = StepBatch(batch.positions, batch.token_slots, batch.tables, spans, [])
-        return ops.attention(queries, kv, some, AttentionOptions(0.125, window))
+        sinks = None if soft_cap is None else normal(6)
+        return ops.attention(queries, kv, some, AttentionOptions(0.125, window, soft_cap, sinks))
 
     whole = attend([(0, 200)])
     assert torch.equal(attend([(0, 77), (77, 123)]), whole)

@@ -185,10 +185,15 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype) -> None:
     bad = with_specials(qkv, specials)
     rtol = {torch.float16: 2**-10, torch.bfloat16: 2**-7}.get(dtype, 1e-5)
     blocks = batch.tables[0, batch.token_slots, batch.positions // 16]
-    for norms in (None, QKNorms(normal(dim, seed=4), normal(dim, seed=5), 1e-6)):
+    norms = QKNorms(normal(dim, seed=4), normal(dim, seed=5), 1e-6)
+    for options in (
+        RopeOptions(cos_sin),
+        RopeOptions(cos_sin, norms=norms),
+        RopeOptions(cos_sin, interleaved=True, norms=replace(norms, kind="layer")),
+    ):
         ours, theirs = pages_of_type(whole, dtype), pages_of_type(whole, dtype)
-        got = ops.rope_write(bad, heads, RopeOptions(cos_sin, norms=norms), ours, batch)
-        want = reference.rope_write(bad, heads, RopeOptions(cos_sin, norms=norms), theirs, batch)
+        got = ops.rope_write(bad, heads, options, ours, batch)
+        want = reference.rope_write(bad, heads, options, theirs, batch)
         labels = [specials[i // 2] for i in range(tokens)]
         assert_rows(is_close(got, want, RTOL, ATOL), labels, "queries")
         for name in ("keys", "values"):
@@ -204,13 +209,16 @@ def test_rope_and_pages(ops: NativeOps, dtype: torch.dtype) -> None:
             assert good.all(), f"{name}: a page changed that no token belongs to"
 
 
+_OPTIONS = AttentionOptions(0.125)
+
+
 def assert_attention(
     ops: NativeOps,
     queries: Tensor,
     kv: LayerKV,
     batch: StepBatch,
     seeing: Tensor,
-    window: int | None = None,
+    options: AttentionOptions = _OPTIONS,
     names: Sequence[str] = (),
 ) -> Tensor:
     """Compare the queries that see a special value with the reference; return all results.
@@ -218,8 +226,8 @@ def assert_attention(
     Other queries may differ: values that a query must not see are multiplied by 0, which turns infinity
     into NaN, and the reference reads more of them. `names` has the value of each request.
     """
-    got = ops.attention(queries, kv, batch, AttentionOptions(0.125, window))
-    want = reference.attention(queries, kv, batch, AttentionOptions(0.125, window))[seeing]
+    got = ops.attention(queries, kv, batch, options)
+    want = reference.attention(queries, kv, batch, options)[seeing]
     if kv.keys.dtype == torch.float16:
         # In 16-bit arithmetic large scores are coarse, and a small weight is 0: times infinity NaN.
         good = got[seeing].isfinite() == want.isfinite()
@@ -227,24 +235,28 @@ def assert_attention(
         good = is_close(got[seeing], want, RTOL, ATOL)
     slots = batch.token_slots[seeing].tolist()
     labels = [names[slot] if slot < len(names) else "another request" for slot in slots]
-    assert_rows(good, labels, f"attention of {kv.keys.dtype}, window {window}")
+    assert_rows(good, labels, f"attention of {kv.keys.dtype}, {options}")
     return got
 
 
 def check_attention(
-    ops: NativeOps, rows: list[tuple[int, int]], names: list[str], dtype: torch.dtype
+    ops: NativeOps,
+    rows: list[tuple[int, int]],
+    names: list[str],
+    dtype: torch.dtype,
+    options: AttentionOptions = _OPTIONS,
 ) -> None:
     """Put one special value into each request but the last: in a query, a key or a value."""
     queries, whole, batch = batch_of(rows, 4, 2, 16)
     kv = pages_of_type(whole, dtype)
-    clean = ops.attention(queries, kv, batch, AttentionOptions(0.125))
+    clean = ops.attention(queries, kv, batch, options)
     firsts = [span.first for span in batch.spans[:-1]]
     values = [Special(name, 0).value for name in names]
     bad = queries.clone()
     for first, value in zip(firsts, values, strict=True):
         bad[first, 1, 5] = value
     got = assert_attention(
-        ops, bad, kv, batch, torch.ones(len(queries), dtype=torch.bool), None, names
+        ops, bad, kv, batch, torch.ones(len(queries), dtype=torch.bool), options, names
     )
     others = torch.ones(len(queries), dtype=torch.bool)
     others[firsts] = False
@@ -259,10 +271,12 @@ def check_attention(
                 pages[block, 1, position % 16, 7] = value
             changed = pages_of_type(replace(whole, **{tensor: pages}), dtype)
             sees = of_special & (batch.positions >= position)
-            got = assert_attention(ops, queries, changed, batch, sees, None, names)
+            got = assert_attention(ops, queries, changed, batch, sees, options, names)
             assert torch.equal(got[-1], clean[-1]), f"{tensor} changed another request"
             sees &= batch.positions - 100 < position
-            assert_attention(ops, queries, changed, batch, sees, 100, names)
+            assert_attention(
+                ops, queries, changed, batch, sees, replace(options, window=100), names
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
@@ -275,6 +289,23 @@ def test_attention(ops: NativeOps, dtype: torch.dtype) -> None:
     check_attention(ops, [(145, 6)] * len(SUMMABLE) + [(20, 1)], SUMMABLE, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_with_a_soft_cap_and_sinks(ops: NativeOps, dtype: torch.dtype) -> None:
+    for options in (replace(_OPTIONS, soft_cap=3.0), replace(_OPTIONS, sinks=normal(4))):
+        check_attention(ops, [(150, 1)] * 2 + [(40, 1)], ["NaN", "infinity"], dtype, options)
+        check_attention(ops, [(145, 6)] * len(SUMMABLE) + [(20, 1)], SUMMABLE, dtype, options)
+
+
+def test_special_sinks(ops: NativeOps) -> None:
+    """-infinity is no sink; where a sink is far above all scores, the result is 0."""
+    queries, kv, batch = batch_of([(150, 1), (3, 2)], 4, 2, 16)
+    sinks = torch.tensor([torch.nan, -torch.inf, 1e30, torch.inf])
+    got = ops.attention(queries, kv, batch, replace(_OPTIONS, sinks=sinks))
+    want = reference.attention(queries, kv, batch, replace(_OPTIONS, sinks=sinks))
+    assert is_close(got, want, RTOL, ATOL).all()
+    assert not got[:, 2].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_scores_of_minus_infinity_have_no_weight(ops: NativeOps, dtype: torch.dtype) -> None:
     """Whole chunks of keys, and all keys: then the softmax divides 0 by 0."""
@@ -285,7 +316,9 @@ def test_scores_of_minus_infinity_have_no_weight(ops: NativeOps, dtype: torch.dt
         for position in range(count):
             kv.keys[int(batch.tables[0, 0, position // 16]), :, position % 16, 3] = -torch.inf
         one = torch.ones(1, dtype=torch.bool)
-        got = assert_attention(ops, queries, kv, batch, one, None, [f"{count} keys of -infinity"])
+        got = assert_attention(
+            ops, queries, kv, batch, one, _OPTIONS, [f"{count} keys of -infinity"]
+        )
         assert got.isnan().all() == (count == 301), f"{count} keys of -infinity"
 
 

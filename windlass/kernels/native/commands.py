@@ -44,6 +44,12 @@ class LinearFlag(IntFlag):
     STEP_ROWS = 16
 
 
+class RopeFlag(IntFlag):
+    INTERLEAVED = 1
+    LAYER_NORM = 2
+    NORM_PER_HEAD = 4
+
+
 class Type(IntEnum):
     """Storage types."""
 

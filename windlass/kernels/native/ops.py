@@ -17,10 +17,11 @@ from windlass.core.mla import LatentHeads
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.latent import LatentWeights
-from windlass.kernels.native.commands import TYPE_OF, Call, Op, Step
+from windlass.kernels.native.commands import TYPE_OF, Call, Op, RopeFlag, Step
 from windlass.kernels.native.pool import Pool
 
 _NO_WINDOW = 0
+_NO_SOFT_CAP = 0.0
 
 
 class NativeOps:
@@ -72,6 +73,22 @@ class NativeOps:
         self.pool.run(call)
         return out, residual
 
+    def qk_norm(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+        """Update qkv in place."""
+        qkv = qkv.contiguous()
+        rows, stride = qkv.shape
+        for weight, column in ((q_weight, 0), (k_weight, len(q_weight))):
+            call = Call(
+                Op.NORM,
+                rows,
+                step_tensors=(qkv, qkv),
+                model_tensors=(weight,),
+                sizes=(len(weight), stride, column),
+                scalars=(eps,),
+            )
+            self.pool.run(call)
+        return qkv
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
@@ -87,10 +104,12 @@ class NativeOps:
         kv: LayerKV,
         batch: StepBatch,
     ) -> Tensor:
-        cos_sin, norms = options.cos_sin, options.norms
-        assert cos_sin is not None
-        assert not options.interleaved
-        assert norms is None or (norms.kind == "rms" and not norms.per_head)
+        norms = options.norms
+        flags = RopeFlag.INTERLEAVED if options.interleaved else RopeFlag(0)
+        if norms is not None and norms.kind == "layer":
+            flags |= RopeFlag.LAYER_NORM
+        if norms is not None and norms.per_head:
+            flags |= RopeFlag.NORM_PER_HEAD
         tokens = qkv.shape[0]
         out = torch.empty(tokens, heads.num_q, heads.dim)
         q_weight, k_weight, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
@@ -98,8 +117,8 @@ class NativeOps:
             Op.ROPE,
             tokens,
             step_tensors=(qkv.contiguous(), out),
-            model_tensors=(cos_sin, q_weight, k_weight, *_pages(kv)),
-            sizes=(*_heads(heads, kv, batch), cos_sin.shape[1]),
+            model_tensors=(options.cos_sin, q_weight, k_weight, *_pages(kv)),
+            sizes=(*_heads(heads, kv, batch), options.rotated, flags),
             scalars=(eps,),
         )
         self._run(call, batch)
@@ -108,8 +127,6 @@ class NativeOps:
     def attention(
         self, queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions
     ) -> Tensor:
-        assert options.soft_cap is None
-        assert options.sinks is None
         out = torch.empty_like(queries)
         tokens, num_q, dim = queries.shape
         heads = Heads(num_q, kv.keys.shape[1], dim)
@@ -117,9 +134,9 @@ class NativeOps:
             Op.ATTENTION,
             tokens,
             step_tensors=(queries.contiguous(), out),
-            model_tensors=_pages(kv),
+            model_tensors=(*_pages(kv), options.sinks),
             sizes=(*_heads(heads, kv, batch), options.window or _NO_WINDOW),
-            scalars=(options.scale,),
+            scalars=(options.scale, options.soft_cap or _NO_SOFT_CAP),
         )
         self._run(call, batch)
         return out

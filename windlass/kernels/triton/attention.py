@@ -14,7 +14,7 @@ from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 from windlass.kernels.triton.norm import values_and_scales
-from windlass.kernels.triton.rope import check, rope_write
+from windlass.kernels.triton.rope import rope_write
 
 _LOG2_E = 1.4426950408889634
 # Max programs (rows times kv heads) for RoPE and attention in one kernel. Fusing saves a launch, but
@@ -49,7 +49,6 @@ def attention(
     """
     assert batch.work is not None
     out = torch.empty_like(queries)
-    assert options.sinks is None
     if batch.work.singles.shape[0]:
         _decode(out, queries, None, kv, batch, options)
     if batch.work.tiles.shape[0]:
@@ -74,7 +73,6 @@ def attend(
     fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
     assert fused or not work.siblings
     if fused:
-        check(rope, heads)
         out = values.new_empty((tokens, heads.num_q, heads.dim))
         _decode(out, values, _Raw(rows=rows, columns=columns, rope=rope), kv, batch, options)
         return out
@@ -127,8 +125,8 @@ def _decode(
     assert work is not None
     _, num_kv, size, dim = kv.keys.shape
     num_q, count, splits = out.shape[1], work.singles.shape[0], work.splits
-    cos_sin = raw.rope.cos_sin if raw is not None else out
-    norms = raw.rope.norms if raw is not None else None
+    rope = raw.rope if raw is not None else RopeOptions(None)
+    norms = rope.norms
     split_out = split_max = split_sum = out
     if splits > 1:
         shape = (count, num_q, splits)
@@ -138,8 +136,10 @@ def _decode(
     paged_decode_kernel[(count, num_kv, splits)](
         queries,
         *((raw.rows, raw.columns) if raw is not None else (None, None)),
-        cos_sin,
-        *((norms.q, norms.k, norms.eps) if norms is not None else (out, out, 0.0)),
+        rope.cos_sin,
+        *((norms.q, norms.k) if norms is not None else (None, None)),
+        options.sinks,
+        norms.eps if norms is not None else 0.0,
         kv.keys,
         kv.values,
         kv.key_scales,
@@ -169,7 +169,10 @@ def _decode(
         SIBLINGS=work.siblings if raw is not None else 0,
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,
-        NORM=norms is not None,
+        ROTATED=rope.rotated,
+        INTERLEAVED=rope.interleaved,
+        NORM=norms.kind if norms is not None else None,
+        PER_HEAD=norms is not None and norms.per_head,
         WINDOWED=options.window is not None,
         CAPPED=options.soft_cap is not None,
         **_decode_options(dim_pad, splits, kv.key_scales is not None),
@@ -204,6 +207,7 @@ def _prefill(
         kv.key_scales,
         kv.value_scales,
         *((None, None) if fresh is None else (fresh[0], fresh[1])),
+        options.sinks,
         out,
         work.tiles,
         batch.table_of(kv),

@@ -11,16 +11,12 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.decode_query import attend_self, decode_query, is_sibling
-
-
-@triton.jit
-def _capped(scores, cap, CAPPED: tl.constexpr):
-    """Apply the soft cap; scores and cap are in units of log2."""
-    if CAPPED:
-        twice = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
-        scores = cap * (1 - 2 / (twice + 1))
-    return scores
+from windlass.kernels.triton.decode_query import (
+    attend_self,
+    decode_query,
+    is_sibling,
+    soft_capped,
+)
 
 
 @triton.jit
@@ -100,7 +96,7 @@ def _scan(
         scores = tl.dot(q, k_tile) * scale
         if scaled:
             scores *= _scales(key_scales + row, seen, MASKED)[None, :]
-        scores = _capped(scores, cap, CAPPED)
+        scores = soft_capped(scores, cap, CAPPED)
         if MASKED:
             mask = position[None, :] <= last[:, None]
             if WINDOWED:
@@ -152,6 +148,19 @@ def _start(ROWS: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @triton.jit
+def _result(state, sinks, heads, row_mask):
+    """The weighted values over the sum of weights, to which each head's sink adds one weight."""
+    m, total, acc = state
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=row_mask, other=0.0) * 1.4426950408889634
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        total = total * shrink + tl.exp2(sink - top)
+        acc *= shrink[:, None]
+    return acc / total[:, None]
+
+
+@triton.jit
 def _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, DIM: tl.constexpr):
     """Merge the softmax states of all splits of a context."""
     m = tl.full([mask.shape[0]], float("-inf"), dtype=tl.float32)
@@ -166,11 +175,14 @@ def _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, D
         total = total * old + sum_split * new
         acc = acc * old[:, None] + out_split * new[:, None]
         m = m_new
-    return acc / total[:, None]
+    return m, total, acc
 
 
 @triton.jit
-def _store_split(state, splits, split, num_splits, counter, out, mask, row_mask, DIM: tl.constexpr):
+def _store_split(
+    state, splits, split, num_splits, counter, out, mask, row_mask, DIM: tl.constexpr,
+    sinks=None, heads=None,
+):  # fmt: skip
     """Store the state of one split; the last program to finish merges all splits."""
     m, total, acc = state
     split_out, split_max, split_sum = splits
@@ -180,13 +192,14 @@ def _store_split(state, splits, split, num_splits, counter, out, mask, row_mask,
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
         merged = _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, DIM)
+        merged = _result(merged, sinks, heads, row_mask)
         tl.store(out, merged.to(out.dtype.element_ty), mask=mask)
         tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["width", "spare"])
 def paged_decode_kernel(
-    queries, q_rows, q_columns, cos_sin, q_weight, k_weight, eps,
+    queries, q_rows, q_columns, cos_sin, q_weight, k_weight, sinks, eps,
     keys, values, key_scales, value_scales,
     out, split_out, split_max, split_sum, counters, singles, positions, token_slots, tables,
     table_stride, scale, cap, window, width, spare,
@@ -194,8 +207,8 @@ def paged_decode_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr,
-    RAW: tl.constexpr, NORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PDL: tl.constexpr,
+    RAW: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    PER_HEAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query token, one kv head, one split of the context.
 
@@ -236,7 +249,7 @@ def paged_decode_kernel(
         q = decode_query(
             *(qkv, pages, cos_sin, (q_weight, k_weight), table, head, position),
             *(start * TILE, end * TILE, last, g, d, eps, width, spare),
-            *(NUM_KV, GROUP, DIM, SIZE, WIDE, SIBLINGS, NORM),
+            *(NUM_KV, GROUP, DIM, SIZE, WIDE, SIBLINGS, ROTATED, INTERLEAVED, NORM, PER_HEAD),
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)
@@ -248,18 +261,23 @@ def paged_decode_kernel(
     if SIBLINGS > 0:
         state = attend_self(
             *(state, last & (length <= position), q, qkv, cos_sin, k_weight, head, position),
-            *(g, d, eps, scale, NUM_KV, GROUP, DIM, NORM),
+            *(g, d, eps, scale, cap, NUM_KV, GROUP, DIM, ROTATED, INTERLEAVED, NORM, PER_HEAD),
+            CAPPED,
         )
-    _, total, acc = state
     if num_splits == 1:
-        tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+        target = out + q_at
+        result = _result(state, sinks, q_heads, g < GROUP)
+        tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
     else:
         base = (index * NUM_Q + q_heads) * SPLITS
         at = base.to(tl.int64)[:, None] * DIM + d[None, :]
         splits = (split_out + at, split_max + base, split_sum + base)
         counter = counters + index * NUM_KV + head
         target = out + q_at
-        _store_split(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM)
+        _store_split(
+            *(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM),
+            *(sinks, q_heads),
+        )
 
 
 @triton.jit
@@ -271,6 +289,7 @@ def paged_prefill_kernel(
     value_scales,
     new_keys,
     new_values,
+    sinks,
     out,
     tiles,
     tables,
@@ -332,9 +351,11 @@ def paged_prefill_kernel(
     if WINDOWED:
         first = tl.maximum(start + 1 - window - base, 0) // TILE
     query = start - base + step
-    _, total, acc = _causal(
+    m, total, acc = _causal(
         state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
         window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # rows past the chunk's end have no keys
-    tl.store(out + q_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=q_mask)
+    target = out + q_at
+    result = _result((m, total, acc), sinks, head * GROUP + g, (step < count) & (g < GROUP))
+    tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)

@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.kv_quant import encode, scale_of
-from windlass.kernels.triton.norm import scaled
+from windlass.kernels.triton.norm import gained, scaled
+
+
+@triton.jit
+def soft_capped(scores, cap, CAPPED: tl.constexpr):
+    """Apply the soft cap; scores and cap are in units of log2."""
+    if CAPPED:
+        twice = tl.exp2(scores * (2 * 1.4426950408889634 / cap))
+        scores = cap * (1 - 2 / (twice + 1))
+    return scores
 
 
 @triton.jit
@@ -31,29 +40,83 @@ def _load(qkv, back, at, mask, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def _partner(d, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The other dimension of each dimension's pair; the same one if it is not rotated."""
+    half: tl.constexpr = ROTATED // 2
+    if INTERLEAVED:
+        return tl.where(d < ROTATED, d ^ 1, d)
+    elif ROTATED == DIM:
+        return tl.where(d < half, d + half, d - half)
+    else:
+        return tl.where(d < half, d + half, tl.where(d < ROTATED, d - half, d))
+
+
+@triton.jit
+def _turned(
+    own, other, d, rotation,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate dimensions with their partners by a row of cos and sin."""
+    half: tl.constexpr = ROTATED // 2
+    turned = d < ROTATED
+    if INTERLEAVED:
+        angle = rotation + (d // 2)[None, :]
+        is_first = d % 2 == 0
+    else:
+        angle = rotation + (d % half)[None, :]
+        is_first = d < half
+    cos = tl.load(angle, mask=turned[None, :], other=0.0)
+    sin = tl.load(angle + half, mask=turned[None, :], other=0.0)
+    result = own * cos + other * tl.where(is_first, -sin, sin)
+    if ROTATED < DIM:
+        result = tl.where(turned[None, :], result, own)
+    return result
+
+
+@triton.jit
+def _gain(weight, heads, at, mask, PER_HEAD: tl.constexpr):
+    """Norm weights of dimensions, for each head or for all; `heads`: the first weight of each."""
+    if PER_HEAD:
+        return tl.load(weight + heads[:, None] + at[None, :], mask=mask[None, :], other=0.0)
+    else:
+        return tl.load(weight + at, mask=mask, other=0.0)[None, :]
+
+
+@triton.jit
 def _rotated(
-    qkv, back, ago, heads, mask, d, rotation, weight, eps,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, NORM: tl.constexpr,
+    qkv, back, ago, heads, mask, d, rotation, weight, weight_at, eps,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Heads of the GEMM's rows, normalised (NORM) and rotated by a row of cos and sin.
 
     The rows are `back` tokens before the token's own row, at positions `ago` before its position.
+    `weight_at`: the first weight of each head, if PER_HEAD.
     """
-    kind = qkv[0].dtype.element_ty
-    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    kind: tl.constexpr = qkv[0].dtype.element_ty
+    if ROTATED > 0:
+        partner = _partner(d, DIM, ROTATED, INTERLEAVED)
     own = _load(qkv, back, heads[:, None] + d[None, :], mask, STRIDE)
-    other = _load(qkv, back, heads[:, None] + partner[None, :], mask, STRIDE)
-    inside = d < DIM
-    if NORM:
+    if ROTATED > 0:
+        other = _load(qkv, back, heads[:, None] + partner[None, :], mask, STRIDE)
+    if NORM is not None:
+        inside = d < DIM
+        mean = 0.0
+        if NORM == "layer":
+            mean = (tl.sum(own, 1) / DIM)[:, None]
+            own = tl.where(mask, own - mean, 0.0)
         scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
-        gain = tl.load(weight + d, mask=inside, other=0.0)[None, :]
-        other_gain = tl.load(weight + partner, mask=inside, other=0.0)[None, :]
-        own = ((own * scale).to(kind) * gain).to(tl.float32)
-        other = ((other * scale).to(kind) * other_gain).to(tl.float32)
-    angle = rotation - ago * DIM + (d % (DIM // 2))[None, :]
-    cos = tl.load(angle, mask=inside[None, :], other=0.0)
-    sin = tl.load(angle + DIM // 2, mask=inside[None, :], other=0.0)
-    return (own * cos + other * tl.where(d < DIM // 2, -sin, sin)).to(kind)
+        gain = _gain(weight, weight_at, d, inside, PER_HEAD)
+        if ROTATED > 0:
+            other_gain = _gain(weight, weight_at, partner, inside, PER_HEAD)
+        own = gained(own * scale, gain, NORM).to(kind).to(tl.float32)
+        if ROTATED > 0:
+            if NORM == "layer":
+                other -= mean
+            other = gained(other * scale, other_gain, NORM).to(kind).to(tl.float32)
+    if ROTATED > 0:
+        own = _turned(own, other, d, rotation - ago * ROTATED, DIM, ROTATED, INTERLEAVED)
+    return own.to(kind)
 
 
 @triton.jit
@@ -72,7 +135,8 @@ def _write(pages, scales, rows, x, active, mask, d, DIM: tl.constexpr):
 def decode_query(
     qkv, pages, cos_sin, weights, table, head, position, begin, end, last, g, d, eps, width, spare,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token's queries of a kv head, and write new keys and values in [begin, end).
 
@@ -85,10 +149,15 @@ def decode_query(
     q_weight, k_weight = weights
     token = qkv[3]
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
-    rotation = cos_sin + position.to(tl.int64) * DIM
+    rotation = cos_sin
+    if ROTATED > 0:
+        rotation = cos_sin + position.to(tl.int64) * ROTATED
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     q_at = (head * GROUP + g) * DIM
-    q = _rotated(qkv, 0, 0, q_at, q_mask, d, rotation, q_weight, eps, DIM, stride, NORM)
+    q = _rotated(
+        *(qkv, 0, 0, q_at, q_mask, d, rotation, q_weight, tl.where(g < GROUP, q_at, 0), eps),
+        *(DIM, stride, ROTATED, INTERLEAVED, NORM, PER_HEAD),
+    )
     before = 0
     if WIDE:
         before = tl.minimum((token % width).to(tl.int32), position)
@@ -112,7 +181,10 @@ def decode_query(
         mask = active[:, None] & (d < DIM)[None, :]
         k_at = (GROUP * NUM_KV + head) * DIM + g * 0
         back, ago = back[:, None], ago[:, None]
-        k = _rotated(qkv, back, ago, k_at, mask, d, rotation, k_weight, eps, DIM, stride, NORM)
+        k = _rotated(
+            *(qkv, back, ago, k_at, mask, d, rotation, k_weight, head * DIM + g * 0, eps),
+            *(DIM, stride, ROTATED, INTERLEAVED, NORM, PER_HEAD),
+        )
         v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
         v = _load(qkv, back, v_at, mask, stride).to(qkv[0].dtype.element_ty)
         _write(keys, key_scales, rows, k, active, mask, d, DIM)
@@ -123,19 +195,26 @@ def decode_query(
 
 @triton.jit
 def attend_self(
-    state, sees, q, qkv, cos_sin, weight, head, position, g, d, eps, scale,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+    state, sees, q, qkv, cos_sin, weight, head, position, g, d, eps, scale, cap,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add a token's own key, which is in no page of its row, to the softmax state if `sees`."""
     m, total, acc = state
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
     mask = (g < 1)[:, None] & (d < DIM)[None, :]
     k_at = (GROUP * NUM_KV + head) * DIM + g * 0
-    rotation = cos_sin + position.to(tl.int64) * DIM
-    k = _rotated(qkv, 0, 0, k_at, mask, d, rotation, weight, eps, DIM, stride, NORM)
+    rotation = cos_sin
+    if ROTATED > 0:
+        rotation = cos_sin + position.to(tl.int64) * ROTATED
+    k = _rotated(
+        *(qkv, 0, 0, k_at, mask, d, rotation, weight, head * DIM + g * 0, eps),
+        *(DIM, stride, ROTATED, INTERLEAVED, NORM, PER_HEAD),
+    )
     v_at = (k_at + NUM_KV * DIM)[:, None] + d[None, :]
     v = _load(qkv, 0, v_at, mask, stride).to(qkv[0].dtype.element_ty).to(tl.float32)
     score = tl.sum(q.to(tl.float32) * tl.sum(k.to(tl.float32), 0)[None, :], 1) * scale
+    score = soft_capped(score, cap, CAPPED)
     score = tl.where(sees, score, float("-inf"))
     m_new = tl.maximum(m, score)
     old, new = tl.exp2(m - m_new), tl.exp2(score - m_new)

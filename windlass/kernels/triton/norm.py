@@ -27,6 +27,15 @@ def scaled(value, rows, columns, row, column, mask):
 
 
 @triton.jit
+def gained(value, gain, NORM: tl.constexpr):
+    """A normalised head times its weight: RMSNorm in the weight's dtype, LayerNorm in float32."""
+    if NORM == "layer":
+        return value * gain.to(tl.float32)
+    else:
+        return value.to(gain.dtype) * gain
+
+
+@triton.jit
 def normed(value, gain, eps, SIZE: tl.constexpr):
     """RMSNorm of a float32 row, times the gains."""
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
@@ -81,6 +90,36 @@ def add_rms_norm_kernel(
     value = total.to(tl.float32)
     gain = tl.load(weight + at, mask=mask, other=0.0)
     store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
+
+
+@triton.jit
+def _norm_in_place(x, weight, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    mask = at < SIZE
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(weight + at, mask=mask, other=0.0)
+    tl.store(x + at, normed(value, gain, eps, SIZE).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qk_norm_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    stride,
+    eps,
+    Q_SIZE: tl.constexpr,
+    K_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The q (program 0) or k (program 1) of one row, in place."""
+    pdl.begin(PDL)
+    row = qkv + tl.program_id(0).to(tl.int64) * stride
+    if tl.program_id(1) == 0:
+        _norm_in_place(row, q_weight, eps, Q_SIZE, WIDTH)
+    else:
+        _norm_in_place(row + Q_SIZE, k_weight, eps, K_SIZE, WIDTH)
 
 
 @triton.jit
@@ -164,6 +203,24 @@ def add_rms_norm(
         **pdl.options(),
     )
     return result, residual
+
+
+def qk_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """Same contract as `reference.qk_norm`, in place."""
+    width = triton.next_power_of_2(len(q_weight))
+    qk_norm_kernel[(qkv.shape[0], 2)](
+        qkv,
+        q_weight,
+        k_weight,
+        qkv.stride(0),
+        eps,
+        Q_SIZE=len(q_weight),
+        K_SIZE=len(k_weight),
+        WIDTH=width,
+        num_warps=_warps(width),
+        **pdl.options(),
+    )
+    return qkv
 
 
 def _silu_options(whole_rows: bool, is_raw: bool) -> dict[str, int]:

@@ -36,7 +36,8 @@ struct Job {
   const Run& run;
   Pages kv;
   int window;  // 0: none
-  float scale;
+  float scale, soft_cap;  // soft_cap 0: none
+  const float* sinks;  // per query head, or null
 
   bool uses_f16() const { return kHasF16Math && kv.type == kTypeF16; }
   int lines(const Task& t) const { return t.count * kv.group(); }
@@ -44,10 +45,10 @@ struct Job {
   int first_visible(int position) const {
     return window > 0 ? std::max(0, position - window + 1) : 0;
   }
+  int query_head(int head, int line) const { return head * kv.group() + line % kv.group(); }
   float* query(int which, const Task& t, int head, int line) const {
     const int token = row(t).first + t.first + line / kv.group();
-    const int q_head = head * kv.group() + line % kv.group();
-    return row_of(run.step_tensor(which), token, kv.num_q * kv.dim) + q_head * kv.dim;
+    return row_of(run.step_tensor(which), token, kv.num_q * kv.dim) + query_head(head, line) * kv.dim;
   }
 };
 
@@ -125,6 +126,7 @@ void attend(const Job& job, const Task& task, int head, SoftmaxState& out) {
   }
   const int start = row.start + task.first;
   KVChunk chunk;
+  chunk.soft_cap = job.soft_cap;
   for (int p = task.first_chunk; p < task.last_chunk; ++p) {
     chunk.first = p * kChunkKeys;
     chunk.count = std::min(kChunkKeys, start + task.count - chunk.first);
@@ -160,14 +162,26 @@ void attend(const Job& job, const Task& task, int head, SoftmaxState& out) {
   }
 }
 
-void write_output(const Job& job, const float* acc, float sum, float* out) {
+// Writes the result of a line, after its sink is added to the sum of exponentials.
+void write_output(const Job& job, const Task& task, int head, int line, const float* acc,
+                  float peak, float sum) {
   const int dim = job.kv.dim;
-  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(acc + d), splat(sum)));
+  float* out = job.query(1, task, head, line);
+  if (job.sinks == nullptr) {
+    for (int d = 0; d < dim; d += kLanes) store(out + d, divide(load(acc + d), splat(sum)));
+    return;
+  }
+  const float sink = job.sinks[job.query_head(head, line)];
+  const float base = exponent_base(sink > peak ? sink : peak);
+  const float own = exponential(peak - base);
+  const float unit = job.uses_f16() ? kF16SumUnit : 1.0f;
+  const F32x8 total = splat(sum * own + unit * exponential(sink - base));
+  for (int d = 0; d < dim; d += kLanes) store(out + d, divide(mul(load(acc + d), splat(own)), total));
 }
 
 void finish(const Job& job, const Task& task, int head, const SoftmaxState& state) {
   for (int i = 0; i < job.lines(task); ++i) {
-    write_output(job, state.acc + i * job.kv.dim, state.sum[i], job.query(1, task, head, i));
+    write_output(job, task, head, i, state.acc + i * job.kv.dim, state.peak[i], state.sum[i]);
   }
 }
 
@@ -196,7 +210,7 @@ void merge_partials(const Job& job, const Task& whole, int head, const float* fr
     for (int p = whole.first_chunk; p < whole.last_chunk; ++p, at += next) {
       merge(p > whole.first_chunk, peak, sum, acc, at[0], at[1], at + 2, dim);
     }
-    write_output(job, acc, sum, job.query(1, whole, head, i));
+    write_output(job, whole, head, i, acc, peak, sum);
   }
 }
 
@@ -245,7 +259,12 @@ bool make_plan(const Job& job, Plan& plan) {
 }  // namespace
 
 bool run_attention(const Run& run) {
-  const Job job{run, kv_pages(run, 0), run.size(6), run.command.scalars[0]};
+  const Job job{run,
+                kv_pages(run, 0),
+                run.size(6),
+                run.command.scalars[0],
+                run.command.scalars[1],
+                run.model_tensor<float>(4)};
   Plan plan;
   if (!make_plan(job, plan)) return false;
   const int heads = job.kv.num_kv;

@@ -19,6 +19,7 @@ struct KVChunk {
   int first, count;  // positions
   int hidden;  // how many of the first are behind the window of all queries
   bool f16;  // float16 in the pages; else float32
+  float soft_cap;  // 0: none
   const void* next;  // first key after the chunk, or null
   const void* keys[kChunkKeys];
   const void* values[kChunkKeys];
@@ -176,12 +177,21 @@ struct SoftmaxStats {
 // -infinity - -infinity is NaN.
 inline float exponent_base(float peak) { return peak == kMinusInfinity ? 0.0f : peak; }
 
+// Replaces scores by cap * tanh(score / cap).
+inline void limit_scores(float cap, int count, float* scores) {
+  const F32x8 own = splat(cap), inverse = splat(1.0f / cap);
+  for (int k = 0; k < count; k += kLanes) {
+    store(scores + k, mul(own, hyperbolic_tangent(mul(load(scores + k), inverse))));
+  }
+}
+
 inline SoftmaxStats softmax(const KVChunk& chunk, VisibleRange range, float* scores) {
   const int padded = (chunk.count + kLanes - 1) / kLanes * kLanes;
   F32x8 peaks = splat(kMinusInfinity);
   for (int k = 0; k < padded; k += kLanes) {
     store(scores + k, mul(load(scores + k), load(chunk.key_scales + k)));
   }
+  if (chunk.soft_cap > 0.0f) limit_scores(chunk.soft_cap, padded, scores);
   const auto fill_unseen = [&](float value) {
     std::fill(scores, scores + range.begin, value);
     std::fill(scores + range.end, scores + padded, value);

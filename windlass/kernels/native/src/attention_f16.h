@@ -17,6 +17,9 @@ namespace windlass {
 constexpr bool kHasF16Math = true;
 constexpr int kF16Features = 64;  // features of a score summed in 16 bits
 constexpr int kF16Keys = 32;  // keys of a weighted value summed in 16 bits
+// Sums and accumulated values are multiplied by this: a sum of kF16Keys values stays finite, since each
+// is at most the largest float16.
+constexpr float kF16SumUnit = 1.0f / kF16Keys;
 
 inline float16x8_t halves_at(const void* row, int i) {
   return vld1q_f16(static_cast<const float16_t*>(row) + i);
@@ -189,6 +192,11 @@ inline F32x8 power_of_two(F32x8 x) {
 inline SoftmaxStats softmax_f16(const KVChunk& chunk, VisibleRange range, float factor,
                                 float* scores) {
   const int padded = (chunk.count + kLanes - 1) / kLanes * kLanes;
+  if (chunk.soft_cap > 0.0f) {
+    for (int k = 0; k < padded; k += kLanes) store(scores + k, mul(load(scores + k), splat(factor)));
+    limit_scores(chunk.soft_cap, padded, scores);
+    factor = 1.0f;
+  }
   const F32x8 scale = splat(factor * 1.44269504f);
   const auto fill_unseen = [&](float value) {
     std::fill(scores, scores + range.begin, value);
@@ -269,12 +277,10 @@ void attend_f16(const KVChunk& chunk, int dim, const uint16_t* queries, const fl
     peak[m] = e.peak;
     sum[m] = e.sum;
   }
-  // A sum of kF16Keys values stays finite, since each is at most the largest float16.
-  constexpr float lowered = 1.0f / kF16Keys;
   for (int k = 0; k < chunk.count; k += kLanes) {
     float16x8x4_t lines;
     for (int m = 0; m < 4; ++m) {
-      const F32x8 w = mul(load(scores[std::min(m, COUNT - 1)] + k), splat(lowered));
+      const F32x8 w = mul(load(scores[std::min(m, COUNT - 1)] + k), splat(kF16SumUnit));
       lines.val[m] = vcvt_high_f16_f32(vcvt_f16_f32(w.a), w.b);
     }
     vst4q_f16(reinterpret_cast<float16_t*>(weights) + 4 * k, lines);
@@ -283,12 +289,13 @@ void attend_f16(const KVChunk& chunk, int dim, const uint16_t* queries, const fl
   const int even = dim / (wide * kLanes) * wide * kLanes;
   accumulate_f16<COUNT, wide>(chunk, 0, even, dim, weights, acc);
   accumulate_f16<COUNT, 1>(chunk, even, dim, dim, weights, acc);
-  for (int m = 0; m < COUNT; ++m) sum[m] *= lowered;
+  for (int m = 0; m < COUNT; ++m) sum[m] *= kF16SumUnit;
 }
 
 #else
 
 constexpr bool kHasF16Math = false;
+constexpr float kF16SumUnit = 1.0f;
 inline float write_f16_query(const float*, int, uint16_t*) { return 1.0f; }
 template <int COUNT>
 void attend_f16(const KVChunk&, int, const uint16_t*, const float*, const VisibleRange*, bool,

@@ -4,13 +4,13 @@
 //
 //             step_tensors                  model_tensors                  sizes; scalars
 //   embed     out                           table, weight                  width, type
-//   norm      x, out                        weight                         width; eps
+//   norm      x, out                        weight                         width, stride, column; eps
 //   add_norm  x, residual, out              weight                         width; eps
 //   linear    x, y, normed, active, scales  weight, bias, norm             stride, column, flags; eps
 //   quantise  x, out, scales                given scale or null            width
 //   silu_mul  x, out                                                       width
-//   rope      x, out                        cos_sin, q norm, k norm, kv    heads ..., rotary_dim; eps
-//   attention x, out                        kv                             heads ..., window; scale
+//   rope      x, out                        cos_sin, q norm, k norm, kv    heads ..., rotary_dim, flags; eps
+//   attention x, out                        kv, sinks                      heads ..., window; scale, soft cap
 //   gather    x, out                                                       width
 //   argmax    x, out (int32)                                               width
 //   lora      x, y                          down, up, ranks, shape, scales
@@ -28,6 +28,8 @@
 // slots, outputs of each part. Its scales: null if down and up are float32, else those of int8 codes.
 // latent reads the last columns of x, writes latents to the pages, and rotates the queries; per_head
 // writes their other features. The layout of its weight: 0 if a row belongs to an input, 1 to an output.
+// norm reads and writes `width` columns from `column` on, of rows that are `stride` apart; a stride of 0 is
+// the width. Sinks and norms may be null; a soft cap of 0 is none.
 // The order of a sum never depends on the number of rows.
 
 #pragma once
@@ -69,6 +71,11 @@ constexpr int32_t kQuantisedInputs = 8;  // x holds int8 codes as floats, with `
 // The rows are the step's tokens, or its sampled ones: int4 weights quantise prompt rows
 // differently.
 constexpr int32_t kStepRows = 16;
+
+// Flags of a rope command.
+constexpr int32_t kInterleaved = 1;  // rotate the pairs (2i, 2i + 1), not (i, i + rotary_dim / 2)
+constexpr int32_t kLayerNorm = 2;  // the norms subtract the mean
+constexpr int32_t kNormPerHead = 4;  // every head has its own norm weight
 
 }  // namespace windlass
 

@@ -72,13 +72,53 @@ void rotate_pairs(const float* x, const float* cos_sin, int half, bool interleav
   }
 }
 
+// Rotates pairs (2i, 2i + 1); features beyond them are copied.
+void rotate_interleaved(const float* x, const float* cos_sin, int half, int dim, float* out) {
+  for (int i = 0; i < half; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1], cosine = cos_sin[i], sine = cos_sin[half + i];
+    out[2 * i] = a * cosine - b * sine;
+    out[2 * i + 1] = b * cosine + a * sine;
+  }
+  std::memcpy(out + 2 * half, x + 2 * half, static_cast<size_t>(dim - 2 * half) * 4);
+}
+
+// out = x - its mean
+void centre(const float* x, int dim, float* out) {
+  F32x8 sums = zero();
+  for (int i = 0; i < dim; i += kLanes) sums = add(sums, load(x + i));
+  const F32x8 mean = splat(sum_of(sums) / static_cast<float>(dim));
+  for (int i = 0; i < dim; i += kLanes) store(out + i, sub(load(x + i), mean));
+}
+
+// The norm of q or of k; no weights: none.
+struct HeadNorm {
+  const float* weights;
+  int flags;
+  float eps;
+
+  // Returns x, or its norm in `normed`.
+  const float* apply(const float* x, int head, int dim, float* normed) const {
+    if (weights == nullptr) return x;
+    const float* weight = flags & kNormPerHead ? weights + head * dim : weights;
+    if (flags & kLayerNorm) {
+      centre(x, dim, normed);
+      x = normed;
+    }
+    rms_norm(x, weight, dim, eps, normed);
+    return normed;
+  }
+};
+
 }  // namespace
 
 bool run_rope(const Run& run) {
   const Pages kv = kv_pages(run, 3);
-  const int rotary_dim = run.size(6), dim = kv.dim;
+  const int rotary_dim = run.size(6), flags = run.size(7), dim = kv.dim;
   const int heads = kv.num_q + 2 * kv.num_kv;
-  const float* norms[2] = {run.model_tensor<float>(1), run.model_tensor<float>(2)};
+  const float eps = run.command.scalars[0];
+  const HeadNorm q_norm{run.model_tensor<float>(1), flags, eps};
+  const HeadNorm k_norm{run.model_tensor<float>(2), flags, eps};
+  const auto turn = flags & kInterleaved ? rotate_interleaved : rotate;
   run.each_row(4 * heads * dim, [&](int token) {
     const int position = run.step.positions[token], slot = run.step.slots[token];
     const float* cos_sin = row_of(run.model_tensor<float>(0), position, rotary_dim);
@@ -86,13 +126,12 @@ bool run_rope(const Run& run) {
     float* out = row_of(run.step_tensor(1), token, kv.num_q * dim);
     for (int head = 0; head < kv.num_q + kv.num_kv; ++head, x += dim) {
       const bool is_query = head < kv.num_q;
-      const float* weight = norms[is_query ? 0 : 1];
+      const int own = is_query ? head : head - kv.num_q;
       float normed[kMaxDim], rotated[kMaxDim];
-      if (weight != nullptr) rms_norm(x, weight, dim, run.command.scalars[0], normed);
-      const float* from = weight != nullptr ? normed : x;
-      rotate(from, cos_sin, rotary_dim / 2, dim, is_query ? out + head * dim : rotated);
+      const float* from = (is_query ? q_norm : k_norm).apply(x, own, dim, normed);
+      turn(from, cos_sin, rotary_dim / 2, dim, is_query ? out + head * dim : rotated);
       if (is_query) continue;
-      const size_t index = kv.head_index(run.step, slot, position, head - kv.num_q);
+      const size_t index = kv.head_index(run.step, slot, position, own);
       write_head(kv, rotated, kv.keys, kv.key_scales, index);
     }
     for (int head = 0; head < kv.num_kv; ++head, x += dim) {

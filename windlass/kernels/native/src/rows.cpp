@@ -196,10 +196,11 @@ bool run_embed(const Run& run) {
 }
 
 bool run_norm(const Run& run) {
-  const int width = run.size(0);
+  const int width = run.size(0), stride = run.size(1) > 0 ? run.size(1) : width;
+  const int column = run.size(2);
   run.each_row(width, [&](int row) {
-    rms_norm(row_of(run.step_tensor(0), row, width), run.model_tensor<float>(0), width,
-             run.command.scalars[0], row_of(run.step_tensor(1), row, width));
+    rms_norm(row_of(run.step_tensor(0), row, stride) + column, run.model_tensor<float>(0), width,
+             run.command.scalars[0], row_of(run.step_tensor(1), row, stride) + column);
   });
   return true;
 }

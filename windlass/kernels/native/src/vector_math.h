@@ -40,10 +40,13 @@ inline float max_abs(const float* x, int count) {
   return largest;
 }
 
-// Within 2 units of the last place for x between -87 and 88; 0 below -88, -infinity included. NaN
-// for NaN.
-inline F32x8 exponential(F32x8 x) {
-  x = clamp_min(x, splat(-88.0f));
+// exp(x) = (1 + fraction) * power.
+struct Exponential {
+  F32x8 fraction, power;
+};
+
+// For x between -88 and 88.
+WINDLASS_INLINE Exponential split_exponential(F32x8 x) {
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
   const F32x8 magic = splat(12582912.0f);
   const F32x8 shifted = fma(magic, x, splat(1.44269504f));
@@ -56,10 +59,26 @@ inline F32x8 exponential(F32x8 x) {
   p = fma(splat(4.1665795894e-2f), p, r);
   p = fma(splat(1.6666665459e-1f), p, r);
   p = fma(splat(0.5f), p, r);
-  p = add(fma(r, p, mul(r, r)), splat(1.0f));
+  return {fma(r, p, mul(r, r)), exp2_int(shifted)};
+}
+
+// Within 2 units of the last place for x between -87 and 88; 0 below -88, -infinity included. NaN
+// for NaN.
+inline F32x8 exponential(F32x8 x) {
+  const Exponential e = split_exponential(clamp_min(x, splat(-88.0f)));
   // Multiplies instead of adding to the exponent bits: that would turn a NaN with payload bits into
   // a number.
-  return mul(p, exp2_int(shifted));
+  return mul(add(e.fraction, splat(1.0f)), e.power);
+}
+
+// Within 4 units of the last place; NaN for NaN. With m = exp(2x) - 1, which has no cancellation in
+// this form, it is m / (m + 2).
+inline F32x8 hyperbolic_tangent(F32x8 x) {
+  const F32x8 bound = splat(-10.0f);  // the result is 1 from 9.1 on
+  x = sub(zero(), clamp_min(sub(zero(), clamp_min(x, bound)), bound));
+  const Exponential e = split_exponential(add(x, x));
+  const F32x8 m = fma(sub(e.power, splat(1.0f)), e.fraction, e.power);
+  return divide(m, add(m, splat(2.0f)));
 }
 
 inline float exponential(float x) {
