@@ -27,7 +27,7 @@ _COMPILERS, _ = compiled.find_compilers()
 needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 PROMPTS = [[(7 * i + j) % 96 for j in range(1 + 5 * i)] for i in range(8)]
-USUAL = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
+USUAL = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True, logprobs=0)
 DETERMINISTIC = replace(USUAL, deterministic=True)
 
 Outputs = dict[str, list[tuple[int, float]]]  # tokens and logprobs by request
@@ -126,10 +126,10 @@ def test_an_engine_runs_while_another_is_built(model: Path) -> None:
     job = Job(first.engine, USUAL)
     alone = job.run()
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(lambda: [job.run() for _ in range(6)])
+        running = threads.submit(lambda: [job.run() for _ in range(10)])
         second = build(model, first, quantization="int4", num_threads=2)
         assert Job(second.engine, USUAL).run() == alone
-        assert running.result() == [alone] * 6
+        assert running.result() == [alone] * 10
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["program", "eager"])

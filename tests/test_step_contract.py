@@ -5,8 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -35,16 +34,18 @@ SAMPLING = [
 ]
 
 
-def serve_plans(connection: Connection, config: EngineConfig) -> None:
-    """Compute plans with a runner of its own until an empty message arrives."""
-    engine = build_engine(config, open_model(config).source).engine
-    connection.send_bytes(b"ready")
+def serve_plans(connection: Connection) -> None:
+    """Build the engine of each config and compute the plans after it until an empty message arrives."""
     while message := connection.recv_bytes():
-        plan = pickle.loads(message)
-        for _, name in plan.adapters:  # the store of this process reads it, too
+        received = pickle.loads(message)
+        if isinstance(received, EngineConfig):
+            engine = build_engine(received, open_model(received).source).engine
+            connection.send_bytes(b"ready")
+            continue
+        for _, name in received.adapters:  # the store of this process reads it, too
             while not engine.adapters._shelf.ready(name):
                 time.sleep(0.001)
-        connection.send_bytes(pickle.dumps(engine._runner.run(plan)))
+        connection.send_bytes(pickle.dumps(engine._runner.run(received)))
 
 
 class RemoteRunner:
@@ -59,16 +60,25 @@ class RemoteRunner:
         return result
 
 
-@contextmanager
-def remote(config: EngineConfig) -> Iterator[RemoteRunner]:
+Remote = Callable[[EngineConfig], RemoteRunner]
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Remote]:
+    """Start the runner of a config in another process, where it replaces the last one."""
     own, other = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_plans, args=(other, config), daemon=True)
+    process = context.Process(target=serve_plans, args=(other,), daemon=True)
     process.start()
     other.close()
-    try:
+
+    def start(config: EngineConfig) -> RemoteRunner:
+        own.send_bytes(pickle.dumps(config))
         assert own.recv_bytes() == b"ready"
-        yield RemoteRunner(own)
+        return RemoteRunner(own)
+
+    try:
+        yield start
         own.send_bytes(b"")
         process.join(60)
         assert process.exitcode == 0
@@ -96,27 +106,30 @@ def options_of(method: str, small: Path, heads: Path) -> dict[str, Any]:
     return options
 
 
+@pytest.fixture(scope="module")
+def want(folder: Path) -> list[Any]:
+    return generate(make(folder, quantization=None), SAMPLING)
+
+
 @pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize(
     "method", ["plain", "ngram", "lookahead", "draft", "self", "medusa", "eagle"]
 )
 def test_a_runner_in_another_process_gives_the_same_tokens(
-    method: str, folder: Path, small: Path, tmp_path: Path
+    method: str, folder: Path, small: Path, tmp_path: Path, remote: Remote, want: list[Any]
 ) -> None:
     """For every proposer, with grammars, log probabilities and deterministic requests."""
-    want = generate(make(folder, quantization=None), SAMPLING)
     options = options_of(method, small, tmp_path)
     llm = make(folder, quantization=None, **options)
     options = {"num_blocks": 200, "max_num_seqs": 16, **options}
     config = EngineConfig.of(model=str(folder), load_format="dummy", device="cpu", **options)
-    with remote(config) as runner:
-        llm.engine._runner = runner
-        got = generate(llm, SAMPLING)
+    llm.engine._runner = remote(config)
+    got = generate(llm, SAMPLING)
     assert [each[:2] for each in got] == [each[:2] for each in want]
     assert (llm.engine.stats().num_draft_tokens > 0) == (method != "plain")
 
 
-def test_adapters_in_another_process(tmp_path: Path) -> None:
+def test_adapters_in_another_process(tmp_path: Path, remote: Remote) -> None:
     model = write_model(tmp_path / "model")
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, 4, seed, ["q_proj", "v_proj"])
@@ -135,9 +148,8 @@ def test_adapters_in_another_process(tmp_path: Path) -> None:
     want = [each.outputs[0].token_ids for each in llm.generate(prompts, params, adapter=names)]
     assert len({tuple(tokens) for tokens in want}) > 1
     other = LLM(str(model), **options)
-    with remote(EngineConfig.of(model=str(model), **options)) as runner:
-        other.engine._runner = runner
-        got = [each.outputs[0].token_ids for each in other.generate(prompts, params, adapter=names)]
+    other.engine._runner = remote(EngineConfig.of(model=str(model), **options))
+    got = [each.outputs[0].token_ids for each in other.generate(prompts, params, adapter=names)]
     assert got == want
 
 
@@ -174,7 +186,7 @@ def random_requests(rng: Random) -> list[NewRequest]:
     found = []
     for i in range(14):
         prompt = [rng.randrange(500) for _ in range(rng.randint(1, 30))]
-        count = rng.randint(20, 60)
+        count = rng.randint(20, 40)
         params: dict[str, Any] = {"max_tokens": count, "seed": i, "ignore_eos": True}
         params |= KINDS[i % len(KINDS)]
         found.append(NewRequest(f"r{i}", prompt, SamplingParams(**params), priority=i % 3))

@@ -93,6 +93,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_gguf(default_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random layer with the tokenizer and chat template of the default model."""
+    from random_gguf import StorageTypes, write_gguf
+
+    del default_gguf  # write_gguf reads it
+    folder = tmp_path_factory.mktemp("gguf")
+    changes = {"hidden_size": 192, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    write_gguf(str(folder), StorageTypes("Q4_1", "Q8_0"), folder / "small.gguf")
+    return folder / "small.gguf"
+
+
+@pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty texts and conversations of random words."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"

@@ -237,7 +237,7 @@ def test_fp8_block_scales(tmp_path: Path, quantize: Quantize) -> None:
 
 @pytest.mark.model
 def test_gguf_source_writes_tokenizer_and_template(
-    default_gguf: Path, tmp_path: Path, quantize: Quantize
+    small_gguf: Path, tmp_path: Path, quantize: Quantize
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -245,10 +245,10 @@ def test_gguf_source_writes_tokenizer_and_template(
     from windlass.config import EngineConfig
 
     out = tmp_path / "out"
-    output = quantize(default_gguf, "-o", out, "--method", "rtn")
-    assert "group size 64: 128 does not divide the 576 inputs of self_attn.q_proj" in output
+    output = quantize(small_gguf, "-o", out, "--method", "rtn")
+    assert "group size 64: 128 does not divide the 192 inputs of self_attn.q_proj" in output
     assert "Q4_1 already" in output
-    ours = open_model(EngineConfig.of(model=str(default_gguf))).card
+    ours = open_model(EngineConfig.of(model=str(small_gguf))).card
     theirs = AutoTokenizer.from_pretrained(out)
     text = "A windlass lifts 12,345 kg; naïve, isn't it?"
     assert theirs(text).input_ids == ours.tokenizer.encode(text)
