@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.models.comparison import TINY, check_logits, our_logits, save_tiny
+from windlass import LLM, SamplingParams
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.registry import read_hparams
 from windlass.models.rope import frequencies
@@ -33,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-windows": ("Exaone4", {"sliding_window": 8, "sliding_window_pattern": 3}),
     "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "falcon3": ("Llama", {"head_dim": 16}),
-    "glm": ("Glm", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 8}),
     "glm4": ("Glm4", {"head_dim": 16}),
     "gpt2": ("GPT2", {**NO_GROUPS, "n_inner": 80}),
     "gpt-neox": ("GPTNeoX", {**NO_GROUPS, "hidden_size": 96}),
@@ -168,3 +171,40 @@ def test_a_missing_head_norm_is_reported(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"1\.self_attn\.k_norm.* 1 parts, .* needs 2"):
         our_logits(tmp_path, [3], [1])
+
+
+_FEW_BLOCKS = {"olmo3": 44, "cohere2": 44, "glm4": 16}
+
+
+@pytest.mark.parametrize("name", ["olmo3", "cohere2", "glm4"])  # post, parallel, sandwich
+def test_chunks_prefixes_and_preemptions_keep_the_tokens(name: str, tmp_path: Path) -> None:
+    """Prompts are longer than the windows, and the KV cache too small for three at once."""
+    model = save_tiny(*CASES[name], tmp_path)
+    vocabulary = {f"t{i}": i for i in range(97)}
+    Tokenizer(WordLevel(vocabulary, "t0")).save(str(tmp_path / "tokenizer.json"))
+    ids = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = [ids[:25], [*ids[:21], 5, 6, 7], ids[10:30], ids[5:18]]
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 12, "do_sample": False}
+    want = [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for num_blocks in (100, _FEW_BLOCKS[name]):
+        llm = LLM(
+            str(tmp_path),
+            device="cpu",
+            dtype="float32",
+            block_size=4,
+            num_blocks=num_blocks,
+            max_model_len=48,
+            max_num_seqs=3,
+            max_num_batched_tokens=7,
+        )
+        for _ in range(2):
+            results = llm.generate(prompts, greedy)
+            assert [list(result.outputs[0].token_ids) for result in results] == want
+        stats = llm.engine.stats()
+        assert stats.prefix_hits > 0
+        assert (stats.num_preemptions > 0) == (num_blocks < 100)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.registry import family_of, gguf_architecture
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
+
+# Fields of config.json by the tensors that have their values.
+ROPE_FACTORS = {
+    "rope_freqs.weight": "rope_factors",
+    "rope_factors_long.weight": "long_factor",
+    "rope_factors_short.weight": "short_factor",
+}
+_PER_LAYER = "attention.sliding_window_pattern"  # a family reads the values of all layers
 
 
 def architecture_of(header: GGUFHeader) -> str:
@@ -21,8 +30,10 @@ def architecture_of(header: GGUFHeader) -> str:
     return str(name)
 
 
-def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str, Any]:
-    """A config.json's dictionary. `rope_factors`: the values of rope_freqs.weight, if present."""
+def hf_config(
+    header: GGUFHeader, rope_factors: Mapping[str, list[float]] | None = None
+) -> dict[str, Any]:
+    """A config.json's dictionary. `rope_factors`: values of the tensors in ROPE_FACTORS."""
     architecture = architecture_of(header)
     name = gguf_architecture(architecture, str(header.path))
     keys = _keys(header, architecture)
@@ -50,7 +61,7 @@ def hf_config(header: GGUFHeader, rope_factors: list[float] | None) -> dict[str,
         **keys.renamed({"attention.layer_norm_rms_epsilon": "rms_norm_eps"}),
         "hidden_act": "silu",
         "max_position_embeddings": keys.positive_int("context_length"),
-        "rope_parameters": _rope(keys, rope_dim) | {"rope_factors": rope_factors},
+        "rope_parameters": {**_rope(keys, rope_dim), **_factors(keys, rope_factors or {})},
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
@@ -71,7 +82,9 @@ def _keys(header: GGUFHeader, architecture: str) -> Fields:
     """The metadata fields under the architecture's prefix."""
     prefix = architecture + "."
     values = {
-        key.removeprefix(prefix): _common_value(key, value, header)
+        key.removeprefix(prefix): value
+        if key == prefix + _PER_LAYER
+        else _common_value(key, value, header)
         for key, value in header.metadata.items()
         if key.startswith(prefix)
     }
@@ -125,3 +138,18 @@ def _rope(keys: Fields, head_dim: int) -> dict[str, Any]:
     if log_factor:  # DeepSeek: a tenth of mscale_all_dim, which equals mscale
         named |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log_factor)
     return rope | {"rope_type": kind} | named
+
+
+def _factors(keys: Fields, found: Mapping[str, list[float]]) -> dict[str, Any]:
+    """The RoPE fields that the factors imply; files with long and short factors name no RoPE type."""
+    named: dict[str, Any] = {ROPE_FACTORS[name]: values for name, values in found.items()}
+    if "long_factor" not in named:
+        return named
+    original = keys.positive_int(
+        "rope.scaling.original_context_length", keys.positive_int("context_length")
+    )
+    return named | {
+        "rope_type": "longrope",
+        "attention_factor": keys.number("rope.scaling.attn_factor", 1.0),
+        "original_max_position_embeddings": original,
+    }

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_ROPE_FACTORS = "rope_freqs.weight"
-
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
     "attn_norm": "input_layernorm",
@@ -56,7 +54,7 @@ class GGUFCheckpoint:
         self._family = family_of(gguf_architecture(name, str(path)))
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in self._header.tensors.items():
-            if name != _ROPE_FACTORS:
+            if name not in gguf_config.ROPE_FACTORS:
                 self._tensors[hf_name(name, path, self._family.gguf)] = tensor
 
     @property
@@ -119,18 +117,22 @@ class GGUFCheckpoint:
 
     def hf_config(self) -> dict[str, Any]:
         """The metadata in the form of a config.json."""
-        factors = self._header.tensors.get(_ROPE_FACTORS)
-        if factors is None:
-            return gguf_config.hf_config(self._header, None)
+        tensors = self._header.tensors
+        names = [name for name in gguf_config.ROPE_FACTORS if name in tensors]
+        return gguf_config.hf_config(
+            self._header, {name: self._floats(name, tensors[name]) for name in names}
+        )
+
+    def _floats(self, name: str, tensor: GGUFTensor) -> list[float]:
         import numpy as np
 
-        if factors.type.name != "F32":
+        if tensor.type.name != "F32":
             raise UnsupportedError(
-                f"{self._header.path}: {_ROPE_FACTORS} is {factors.type.name}, expected F32."
+                f"{self._header.path}: {name} is {tensor.type.name}, expected F32."
             )
-        count = factors.num_bytes // 4
-        values = np.frombuffer(self._map, np.float32, count, factors.offset)
-        return gguf_config.hf_config(self._header, values.tolist())
+        count = tensor.num_bytes // 4
+        values: list[float] = np.frombuffer(self._map, np.float32, count, tensor.offset).tolist()
+        return values
 
     @cached_property
     def _map(self) -> mmap.mmap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from windlass.models.families.base import (
     Family,
@@ -13,6 +14,7 @@ from windlass.models.families.base import (
     read_decoder,
 )
 from windlass.models.fields import Fields
+from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams
 from windlass.models.tensor_rules import Rule, renames
 
@@ -52,12 +54,18 @@ def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
     return [*fused_qkv(hparams), *fused_gate_up(hparams)]
 
 
+def _gguf(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    del keys
+    biases = {f"blk.0.attn_{part}.bias" for part in ("q", "qkv")}
+    return {"attention_bias": not biases.isdisjoint(header.tensors)}
+
+
 _NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GLM = Family(
     model_type="glm",
     read=_glm,
     rules=fused_gate_up,
-    gguf=GGUFFamily(names=_NAMES, rules=_gguf_rules),
+    gguf=GGUFFamily(names=_NAMES, config=_gguf, rules=_gguf_rules),
 )
 GLM4 = Family(
     model_type="glm4",
@@ -70,6 +78,7 @@ GLM4 = Family(
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
+        config=_gguf,
         rules=_gguf_rules,
     ),
 )

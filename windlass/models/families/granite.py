@@ -52,7 +52,11 @@ def _granite4_rules(hparams: HParams) -> Sequence[Rule]:
 
 
 def _gguf(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
-    del header
+    if not keys.flag("rope.scaling.finetuned", True):
+        raise UnsupportedError(
+            f"{header.path}: granite.rope.scaling.finetuned is false, for a model without RoPE; only "
+            "models with RoPE are supported."
+        )
     dim = keys.positive_int("embedding_length") // keys.positive_int("attention.head_count")
     return {
         "attention_multiplier": keys.number("attention.scale", dim**-0.5),

@@ -52,18 +52,33 @@ _FAMILIES = {
 }
 # By llama.cpp's name.
 _GGUF = {
+    "chatglm": "GlmForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "command-r": "CohereForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptneox": "GPTNeoXForCausalLM",
+    "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "llama": "LlamaForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi2": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
-    "deepseek2": "DeepseekV2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 ARCHITECTURES = tuple(_FAMILIES)
 GGUF_ARCHITECTURES = tuple(_GGUF)
