@@ -146,8 +146,8 @@ def _by_group(
     groups: tl.constexpr = COUNT // GROUP if GROUP < COUNT else 1
     group = start // GROUP + tl.arange(0, groups)[None, :]
     scale = tl.load(scales + (group * GROUP // SUPER).to(tl.int64) * stride + rows[:, None])
-    if scales.dtype.element_ty == tl.uint8:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an exponent
+    if scales.dtype.element_ty == tl.uint8:  # exponents
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     scale = scale.to(tl.float32)
     if sub_scales is not None:
         scale *= tl.load(sub_scales + group.to(tl.int64) * stride + rows[:, None]).to(tl.float32)
@@ -185,15 +185,86 @@ def _scan_eight(
 
 @triton.jit
 def _values(code, table, E2M1: tl.constexpr):
-    """The values of 4-bit codes: of the table, of e2m1, or the codes themselves."""
+    """The values of 4-bit codes: of the table, of the bits of e2m1, or the codes themselves."""
     if E2M1:
-        # Exponent and mantissa become the lowest exponent and highest mantissa bits of a float32.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+        return bits.to(tl.float32, bitcast=True)  # times 2^126 is the value
     elif table is not None:
         return tl.load(table + code)
     else:
         return code.to(tl.float32)
+
+
+@triton.jit
+def _e2m1_halves(packed, low_scale, high_scale):
+    """The values in bf16 of bytes of two e2m1 codes: (low halves, high halves).
+
+    Four bytes at a time: two bytes fill the lower halves of two 16-bit floats, sign and magnitude are
+    shifted to their places, and one multiplication scales both floats.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 first, second, part, sign;
+        prmt.b32 first, $4, 0, 0x4140;
+        prmt.b32 second, $4, 0, 0x4342;
+        shl.b32 part, first, 6;
+        and.b32 part, part, 0x01c001c0;
+        shl.b32 sign, first, 12;
+        lop3.b32 part, sign, 0x80008000, part, 0xea;
+        mul.rn.bf16x2 $0, part, $5;
+        shl.b32 part, second, 6;
+        and.b32 part, part, 0x01c001c0;
+        shl.b32 sign, second, 12;
+        lop3.b32 part, sign, 0x80008000, part, 0xea;
+        mul.rn.bf16x2 $1, part, $6;
+        shl.b32 part, first, 2;
+        and.b32 part, part, 0x01c001c0;
+        shl.b32 sign, first, 8;
+        lop3.b32 part, sign, 0x80008000, part, 0xea;
+        mul.rn.bf16x2 $2, part, $7;
+        shl.b32 part, second, 2;
+        and.b32 part, part, 0x01c001c0;
+        shl.b32 sign, second, 8;
+        lop3.b32 part, sign, 0x80008000, part, 0xea;
+        mul.rn.bf16x2 $3, part, $8;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [packed, low_scale.to(tl.bfloat16), high_scale.to(tl.bfloat16)],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _scan_e2m1(
+    acc,
+    x,
+    codes,
+    scales,
+    tokens,
+    rows,
+    inside,
+    stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """_scan_four for e2m1 codes in bf16."""
+    k = tl.arange(0, 64)
+    x_at = x + tokens[None, :] * K + k[:, None]
+    blocks: tl.constexpr = (K + 127) // 128
+    w_at = codes + rows[:, None] * (64 * blocks) + k[None, :]
+    repeated: tl.constexpr = acc.shape[1] > 16
+    for block in range(0, blocks):
+        start = block * 128
+        low_scale = _by_group(scales, None, start, rows, stride, 64, GROUP, GROUP)
+        high_scale = _by_group(scales, None, start + 64, rows, stride, 64, GROUP, GROUP)
+        low, high = _e2m1_halves(tl.load(w_at + block * 64), low_scale, high_scale)
+        acc = tl.dot(low, _inputs(x_at, start, k, inside, K, 128, repeated), acc)
+        acc = tl.dot(high, _inputs(x_at, start + 64, k, inside, K, 128, repeated), acc)
+    return acc
 
 
 @triton.jit
@@ -330,6 +401,8 @@ def expert_gemm_kernel(
         acc = _scan_fp8(acc, x, x_scales, codes, scales, tokens, rows, inside, M, K, GROUP == 128)
     elif FORM == "eight":
         acc = _scan_eight(acc, x, codes, scales, offsets, tokens, rows, inside, stride, K, GROUP)
+    elif FORM == "e2m1" and x.dtype.element_ty == tl.bfloat16:
+        acc = _scan_e2m1(acc, x, codes, scales, tokens, rows, inside, stride, K, GROUP)
     else:
         acc = _scan_four(
             acc, x, codes, scales, offsets, sub_scales, table, tokens, rows, inside, stride,

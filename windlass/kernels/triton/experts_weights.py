@@ -26,6 +26,7 @@ from windlass.kernels.packed import (
 BLOCK = 128  # inputs per iteration of all forms but 16-bit weights
 _CHUNK_ROWS = 2**14  # rows repacked at a time
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_BIAS = 126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Stack:
     """One weight of all experts, prepared.
 
     wide: 16-bit weights. fp8: e4m3 codes that multiply e4m3 inputs. eight, four, e2m1: codes that are
-    dequantised, with scales [groups, rows]; scales in uint8 are exponents of float32.
+    dequantised, with scales [groups, rows]. Scales of e2m1 are exponents, uint8.
     """
 
     kind: Literal["wide", "fp8", "eight", "four", "e2m1"]
@@ -134,30 +135,33 @@ def _float8(form: Float8) -> Stack:
 
 def _table(form: Table4) -> Stack:
     num_in = form.shape[1]
-    values = form.values
-    signed = torch.tensor(_E2M1, device=values.device)
-    # e2m1 times a power of two is decoded by arithmetic; the scales get the power.
-    unit = values[2]
-    is_e2m1 = bool(torch.equal(values[:8], signed * unit))
-    is_e2m1 = is_e2m1 and bool(torch.equal(values[8:], -signed * unit))
-    scales = form.scales.float() * unit if is_e2m1 else form.scales
+    exponents = _e2m1_exponents(form)
     return Stack(
-        kind="e2m1" if is_e2m1 else "four",
+        kind="four" if exponents is None else "e2m1",
         codes=_repacked(form.codes),
         num_in=num_in,
-        scales=_by_group(_exponents(scales), form.super_group, num_in),
+        scales=_by_group(form.scales if exponents is None else exponents, form.super_group, num_in),
         sub_scales=_by_group(form.sub_scales, form.group, num_in),
-        table=None if is_e2m1 else values.contiguous(),
+        table=None if exponents is not None else form.values.contiguous(),
         group=form.group,
         super_group=form.super_group,
     )
 
 
-def _exponents(scales: Tensor) -> Tensor:
-    """The exponents of float32 as uint8 if all scales are zero or powers of two, else the scales."""
-    bits = scales.float().contiguous().view(torch.int32)
-    exact = (bits & 0x7FFFFF == 0) & (bits >= 0)
-    return (bits >> 23).to(torch.uint8) if bool(exact.all()) else scales
+def _e2m1_exponents(form: Table4) -> Tensor | None:
+    """Exponents of float32, uint8, whose powers of two scale the bits of e2m1 codes; None: not MXFP4.
+
+    Exponent and mantissa of a code become the lowest exponent and highest mantissa bits of a 16- or
+    32-bit float, which is 2^126 times too small. The scales have this factor.
+    """
+    values = form.values
+    levels = torch.tensor(_E2M1, device=values.device) * values[2]
+    if form.sub_scales is not None or not torch.equal(values, torch.cat([levels, -levels])):
+        return None
+    bits = (form.scales.float() * values[2]).contiguous().view(torch.int32)
+    exponents = torch.where(bits > 0, (bits >> 23) + _E2M1_BIAS, 0)
+    exact = (bits >= 0) & (bits & 0x7FFFFF == 0) & (exponents <= 254)
+    return exponents.to(torch.uint8) if bool(exact.all()) else None
 
 
 def _by_group(values: Tensor | None, group: int, num_in: int) -> Tensor | None:
