@@ -62,7 +62,8 @@ def expert_gemm(
         "OUTPUTS": tiling.outputs,
         "BLOCK_K": tiling.block_k if form == "wide" else 128,
     }
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    warps = experts.num_warps(KINDS.get(form, "four"), chosen.rows, tiling)
+    options = {"num_warps": warps, "num_stages": tiling.stages}
     return experts_kernels.expert_gemm_kernel, signature, constants, options
 
 
@@ -109,6 +110,7 @@ EXPERTS = {
             *(("fp8", QWEN3, plan, True) for plan in (0, 2, 4)),
             *(("fp8 in blocks", QWEN3, plan, plan > 0) for plan in (0, 4)),
             ("fp8 with 16-bit activations", QWEN3, 4, False),
+            ("fp8 in blocks", QWEN3, 4, False),
             *(("mxfp4", GPT_OSS, plan, gated) for plan in (0, 3, 4) for gated in (True, False)),
             *((form, QWEN3, 0, False) for form in ("int8", "int4", "nf4", "sub-scales")),
             *((form, QWEN3, 4, True) for form in ("int8", "int4", "nf4", "sub-scales")),

@@ -208,11 +208,17 @@ class TritonMLP(ExpertMLP):
             ROWS=rows,
             OUTPUTS=tiling.outputs,
             BLOCK_K=tiling.block_k if stack.kind == "wide" else BLOCK,
-            num_warps=tiling.warps,
+            num_warps=num_warps(stack.kind, rows, tiling),
             num_stages=tiling.stages,
             **pdl.options(),
         )
         return out
+
+
+def num_warps(kind: str, rows: int, tiling: Tiling) -> int:
+    """Warps of a program: 8 for large tiles of codes, which need registers besides the sums."""
+    large = kind != "wide" and rows * tiling.outputs > 128 * 64
+    return max(8, tiling.warps) if large else tiling.warps
 
 
 def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:

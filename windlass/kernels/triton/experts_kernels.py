@@ -115,7 +115,7 @@ def _scan_fp8(
             x_scale = tl.load(x_scales + step * M + tokens)
         if BLOCKS:
             scale = tl.load(scales + rows // 128 * steps + step)
-            acc += tl.dot(w_tile, x_tile) * (scale[:, None] * x_scale[None, :])
+            acc += tl.dot(w_tile, x_tile) * scale[:, None] * x_scale[None, :]
         else:
             acc += tl.dot(w_tile, x_tile) * x_scale[None, :]
     if not BLOCKS:
