@@ -21,7 +21,7 @@ from windlass.kernels.batch import Heads, LayerKV, StepBatch
 pytest.importorskip("triton")
 
 HEADS = LatentHeads(num_q=5, nope_dim=12, rope_dim=8, rank=20, value_dim=10)
-ROWS = [(600, 1), (0, 1), (30, 40)]
+ROWS = [(300, 1), (0, 1), (30, 20)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")

@@ -125,8 +125,11 @@ void attend(const Job& job, const Task& task, int head, SoftmaxState& out) {
     f16_queries.factors[i] = job.scale * write_f16_query(query, dim, f16_queries.lines + i * dim);
   }
   const int start = row.start + task.first;
+  // Not on the stack: some systems give a thread as little as 512 KiB of it.
+  alignas(64) static thread_local float scratch[kScratch];
   KVChunk chunk;
   chunk.soft_cap = job.soft_cap;
+  chunk.scratch = scratch;
   for (int p = task.first_chunk; p < task.last_chunk; ++p) {
     chunk.first = p * kChunkKeys;
     chunk.count = std::min(kChunkKeys, start + task.count - chunk.first);

@@ -25,8 +25,10 @@ struct KVChunk {
   const void* values[kChunkKeys];
   float key_scales[kChunkKeys];
   float value_scales[kChunkKeys];
-  alignas(64) float scratch[2 * kChunkKeys * kMaxDim];
+  float* scratch;  // kScratch floats
 };
+
+constexpr int kScratch = 2 * kChunkKeys * kMaxDim;
 
 // Stands for a key or value behind the window, whose page may belong to another request.
 alignas(64) inline constexpr float kZeros[kMaxDim] = {};
