@@ -98,7 +98,7 @@ def test_kernels_equal_the_reference(sizes: tuple[int, ...], counts: list[int], 
         active = kernel.gated(y.clone(), kernel.begin(x, adapters), adapters, silu_mul)
         assert relative_error(active, reference.gated(y.clone(), x, rows, silu_mul)) < 0.02
     if len(sizes) == 1:
-        need = Need(device=device, dtype=torch.bfloat16, heads=Heads(4, 2, 64), rotated=64)
+        need = Need(device=device, dtype=torch.bfloat16, heads=Heads(4, 2, 64))
         norm = RMSNorm(sizes[0], 1e-5, torch.bfloat16, choose_ops(need))
         norm.weight.data = torch.rand_like(y[0]) + 0.5
         residual = torch.randn_like(y)

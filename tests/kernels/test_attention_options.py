@@ -95,8 +95,8 @@ def test_without_a_table_nothing_is_rotated() -> None:
 
 
 def test_kernels_refuse_what_they_lack() -> None:
-    need = Need(CPU, torch.float32, Heads(4, 2, 12), 12, sinks=True)
+    need = Need(CPU, torch.float32, Heads(4, 2, 12), sinks=True)
     assert "sinks" in select("attention", need).refusals["torch"]
     assert select("attention", need).name == "plain"
-    need = Need(torch.device("cuda"), torch.bfloat16, Heads(34, 2, 64), 64)
+    need = Need(torch.device("cuda"), torch.bfloat16, Heads(34, 2, 64))
     assert "17 query heads share a kv head" in select("attention", need).refusals["triton"]

@@ -99,7 +99,7 @@ def test_reference_attention_gives_the_same_logits(tmp_path: Path) -> None:
 
 
 def test_kernels_report_why_they_are_unsupported() -> None:
-    need = Need(CPU, torch.float32, Heads(4, 2, 12), 12, soft_cap=30.0)
+    need = Need(CPU, torch.float32, Heads(4, 2, 12), soft_cap=30.0)
     chosen = select("attention", need)
     assert chosen.name == "plain"
     assert "soft cap" in chosen.reason

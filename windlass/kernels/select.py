@@ -33,7 +33,6 @@ class Need:
     device: torch.device
     dtype: torch.dtype
     heads: Heads
-    rotated: int  # dimensions of a head that RoPE rotates
     soft_cap: float | None = None
     sinks: bool = False
     latent: LatentHeads | None = None  # set: attention is MLA, and `heads` have the latents' size

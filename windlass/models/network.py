@@ -139,7 +139,6 @@ def kernel_need(
         device=device,
         dtype=dtype,
         heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
-        rotated=hparams.rope.dim,
         soft_cap=hparams.attention_soft_cap,
         latent=None if hparams.mla is None else hparams.mla.heads,
         sinks=hparams.attention_sinks,

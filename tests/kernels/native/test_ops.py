@@ -344,7 +344,7 @@ def test_row_operations_are_batch_invariant(ops: NativeOps) -> None:
 
 
 def test_the_instruction_set_is_reported(ops: NativeOps) -> None:
-    need = Need(torch.device("cpu"), torch.float32, Heads(4, 2, 16), 16)
+    need = Need(torch.device("cpu"), torch.float32, Heads(4, 2, 16))
     reported = {choice.what: choice for choice in choose_ops(need).choices}
     assert reported["CPU instructions"].value == ops.pool.native.simd
     assert "CPU instructions" not in {c.what for c in choose_ops(replace(need, plain=True)).choices}
