@@ -417,9 +417,9 @@ def test_a_small_vocabulary_names_the_counts(tmp_path: Path) -> None:
     folder = write_plain(tmp_path / "model", **sizes)
     error = shard_error(folder, 8)
     assert (
-        "embed_tokens: embedding weights cannot be cut into 8 shards along their 97 outputs"
-        in error
-    )
+        "model.embed_tokens.weight: unquantised weights cannot be cut into 8 shards along their 97 "
+        "outputs"
+    ) in error
     assert "the unit is 16 outputs. Numbers of shards that work: 1, 2, 3, 4, 5, 6, 7." in error
 
 
