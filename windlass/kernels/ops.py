@@ -37,6 +37,7 @@ class Ops:
     gather: Callable[..., Tensor] = reference.gather
     qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
     layer_norm: Callable[..., Tensor] = reference.layer_norm
+    # May update the residual in place.
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_layer_norm
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     activate: Callable[..., Tensor] = reference.activate
@@ -88,7 +89,7 @@ class Ops:
     @property
     def is_triton(self) -> bool:
         """Whether every operation with a Triton kernel uses it."""
-        computed = (each for each in self.chosen if each.operation not in _COPIES)
+        computed = (each for each in self.chosen if each.operation not in _TORCH_ON_GPU)
         return all(each.name == "triton" for each in computed)
 
     @property
@@ -123,8 +124,18 @@ def _instructions(native: Native) -> Choice:
     return Choice("CPU instructions", native.simd, native.reason)
 
 
-_COPIES = ("embedding", "gather")  # torch's own kernels copy rows at full speed on a GPU
-_OPERATIONS = (*_COPIES, "rms_norm", "add_rms_norm", "silu_mul")
+# On a GPU these have no kernels but torch's own.
+_TORCH_ON_GPU = (
+    "embedding",
+    "gather",
+    "layer_norm",
+    "add_layer_norm",
+    "gelu_mul",
+    "activate",
+    "sigmoid_gate",
+    "soft_cap",
+)
+_OPERATIONS = (*_TORCH_ON_GPU, "rms_norm", "add_rms_norm", "silu_mul")
 _ATTENTION = ("qk_norm", "rope_write", "attention")
 _LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 

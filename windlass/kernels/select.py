@@ -172,6 +172,12 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("triton", f"{_TRITON}.norm:silu_mul", _triton),
         Candidate("native", "silu_mul", _native),
     ],
+    "layer_norm": [Candidate("native", "layer_norm", _native)],
+    "add_layer_norm": [Candidate("native", "add_layer_norm", _native)],
+    "gelu_mul": [Candidate("native", "gelu_mul", _native)],
+    "activate": [Candidate("native", "activate", _native)],
+    "sigmoid_gate": [Candidate("native", "sigmoid_gate", _native)],
+    "soft_cap": [Candidate("native", "soft_cap", _native)],
     "rope_write": [
         Candidate("triton", f"{_TRITON}.rope:rope_write", _triton),
         Candidate("native", "rope_write", _native_pages),

@@ -55,7 +55,11 @@ _OPERATIONS = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "qk_norm": "norm",
+    "layer_norm": "norm",
+    "add_layer_norm": "norm",
     "silu_mul": "activation",
+    "gelu_mul": "activation",
+    "activate": "activation",
     "rope_write": "rope and KV write",
     "attention": "attention",
 }

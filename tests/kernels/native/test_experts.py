@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.native.backends import backend_pool, runnable
+from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_linear import codebook, int4, int8, table4
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
 from windlass.kernels.native import compiled
@@ -126,11 +126,10 @@ def test_forms(pool: Pool, form: str, rows: int) -> None:
     check(weights_of(form, form), pool, rows)
 
 
-@pytest.mark.parametrize("backend", runnable(), ids=lambda b: " ".join(b.flags))
-def test_backends(backend: object, request: pytest.FixtureRequest) -> None:
-    pool = backend_pool(backend, request.config)  # type: ignore[arg-type]
+@pytest.mark.parametrize("pool", runnable(), ids=lambda b: " ".join(b.flags))
+def test_backends(pool: Backend, built_pool: Callable[[Backend], Pool]) -> None:
     for gate_up, down in (("int4", "int8"), ("codebook", "bfloat16"), ("float16", "table")):
-        check(weights_of(gate_up, down), pool, 17)
+        check(weights_of(gate_up, down), built_pool(pool), 17)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,21 @@ class Op(IntEnum):
     EXPERTS = 12
     LATENT = 13
     PER_HEAD = 14
+    LAYER_NORM = 15
+    ADD_LAYER_NORM = 16
+    GELU_MUL = 17
+    MAP = 18
+    ADD = 19
+    SIGMOID_GATE = 20
+
+
+class MapFunction(IntEnum):
+    GELU = 0
+    GELU_TANH = 1
+    RELU2 = 2
+    SILU = 3
+    SCALE = 4
+    SOFT_CAP = 5
 
 
 class LinearFlag(IntFlag):
@@ -83,6 +98,12 @@ WRITTEN = {
     Op.LATENT: (2,),
     Op.PER_HEAD: (1,),
     Op.EXPERTS: (1,),
+    Op.LAYER_NORM: (1,),
+    Op.ADD_LAYER_NORM: (1, 2),
+    Op.GELU_MUL: (1,),
+    Op.MAP: (1,),
+    Op.ADD: (2,),
+    Op.SIGMOID_GATE: (2,),
 }
 
 

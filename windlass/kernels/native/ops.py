@@ -17,8 +17,9 @@ from windlass.core.mla import LatentHeads
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.latent import LatentWeights
-from windlass.kernels.native.commands import TYPE_OF, Call, Op, RopeFlag, Step
+from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step
 from windlass.kernels.native.pool import Pool
+from windlass.kernels.reference import ActivationKind
 
 _NO_WINDOW = 0
 _NO_SOFT_CAP = 0.0
@@ -93,6 +94,74 @@ class NativeOps:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width)
         call = Call(Op.SILU_MUL, rows, step_tensors=(gate_up.contiguous(), out), sizes=(width,))
+        self.pool.run(call)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        call = Call(
+            Op.LAYER_NORM,
+            x.numel() // width,
+            step_tensors=(x.contiguous(), out),
+            model_tensors=(weight, bias),
+            sizes=(width,),
+            scalars=(eps,),
+        )
+        self.pool.run(call)
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Update the residual in place."""
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        call = Call(
+            Op.ADD_LAYER_NORM,
+            rows,
+            step_tensors=(x.contiguous(), residual, out),
+            model_tensors=(weight, bias),
+            sizes=(width,),
+            scalars=(eps,),
+        )
+        self.pool.run(call)
+        return out, residual
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, width)
+        call = Call(Op.GELU_MUL, rows, step_tensors=(gate_up.contiguous(), out), sizes=(width,))
+        self.pool.run(call)
+        return out
+
+    def activate(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        return self._map(x, MapFunction[kind.upper()])
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return self._map(x, MapFunction.SOFT_CAP, cap)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty(rows, width)
+        call = Call(
+            Op.SIGMOID_GATE,
+            rows,
+            step_tensors=(x.contiguous(), gate.contiguous(), out),
+            sizes=(width,),
+        )
+        self.pool.run(call)
+        return out
+
+    def _map(self, x: Tensor, function: MapFunction, constant: float = 0.0) -> Tensor:
+        out = torch.empty_like(x)
+        call = Call(
+            Op.MAP,
+            x.shape[0],
+            step_tensors=(x.contiguous(), out),
+            sizes=(x.shape[1], function),
+            scalars=(constant,),
+        )
         self.pool.run(call)
         return out
 

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.kernels.native.commands import SAMPLED, TOKENS, WRITTEN, Call, LinearFlag, Op
+from windlass.kernels.native.commands import (
+    SAMPLED,
+    TOKENS,
+    WRITTEN,
+    Call,
+    LinearFlag,
+    MapFunction,
+    Op,
+)
 from windlass.kernels.storages import Held, held
 
 _aten = torch.ops.aten
+_NORMS = {Op.ADD_NORM: Op.NORM, Op.ADD_LAYER_NORM: Op.LAYER_NORM}
 _UNINITIALISED = (_aten.empty_like.default, _aten.new_empty.default)
 
 
@@ -34,7 +43,7 @@ class Buffer:
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Recorded:
     """A call with buffers in place of its step tensors."""
 
@@ -118,13 +127,39 @@ class Recording(TorchDispatchMode):
             return result
         if func == _aten.cat.default:
             self._concatenate(args[0], result)
+        elif func == _aten.add.Tensor and not kwargs and len(tracked) == 2:
+            self._add_elementwise(Op.ADD, tracked, result)
         elif func == _aten.add.Tensor and not kwargs:
             self._add_bias(args[0], args[1], result)
+        elif func == _aten.mul.Tensor and isinstance(args[1], float):
+            self._add_elementwise(Op.MAP, tracked, result, (MapFunction.SCALE,), args[1:])
         elif func == _aten.add_.Tensor and not kwargs and len(tracked) == 2:
             self._add_to_residual(args[0], args[1])
         else:
             raise Unrecordable(f"{func} is not native")
         return result
+
+    def _add_elementwise(
+        self,
+        op: Op,
+        read: Sequence[Tensor],
+        result: Tensor,
+        function: Sequence[int] = (),
+        scalars: Sequence[float] = (),
+    ) -> None:
+        """Record the native call for an operator on all values of tensors of equal shapes."""
+        for tensor in (*read, result):
+            if tensor.shape != result.shape or not tensor.is_contiguous():
+                raise Unrecordable(f"{op.name} of different shapes or strides is not native")
+        self.add(
+            Call(
+                op,
+                len(result),
+                step_tensors=(*read, result),
+                sizes=(result.numel() // len(result), *function),
+                scalars=scalars,
+            )
+        )
 
     def _producers(self, tensor: Tensor) -> list[Recorded]:
         """Return the GEMMs that wrote a tensor, if no other call uses it."""
@@ -147,8 +182,8 @@ class Recording(TorchDispatchMode):
             column += part.shape[1]
 
     def _add_bias(self, x: Tensor, bias: Tensor, result: Tensor) -> None:
-        if bias.data_ptr() in self._buffers or bias.shape != x.shape[1:]:
-            raise Unrecordable("aten.add of two tensors of the step is not native")
+        if bias.shape != x.shape[1:]:
+            raise Unrecordable(f"aten.add of shapes {[*x.shape]} and {[*bias.shape]} is not native")
         bias = bias.detach().float().contiguous()
         self._biases.append(bias)
         producers = self._producers(x)
@@ -224,9 +259,9 @@ def _add_to(buffer: Buffer, gemms: list[Recorded]) -> None:
 
 
 def _fuse_residual_add(calls: list[Recorded]) -> list[Recorded]:
-    """Make a GEMM before an add_norm add to the residual; a norm remains."""
+    """Make a GEMM before a residual addition add to the residual; a norm remains."""
     for current in calls:
-        if current.op != Op.ADD_NORM:
+        if current.op not in _NORMS:
             continue
         x, residual, out = current.buffers
         producers = [other for other in _users(calls, x) if other is not current]
@@ -235,8 +270,11 @@ def _fuse_residual_add(calls: list[Recorded]) -> list[Recorded]:
         if any(_has_bias(producer) for producer in producers):
             continue
         assert residual is not None
+        between = calls[calls.index(producers[0]) : calls.index(current)]
+        if any(other.uses(residual) for other in between if other not in producers):
+            continue
         _add_to(residual, producers)
-        current.call = replace(current.call, op=Op.NORM)
+        current.call = replace(current.call, op=_NORMS[current.op])
         current.buffers = [residual, out]
     return calls
 

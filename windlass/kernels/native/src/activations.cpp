@@ -1,4 +1,4 @@
-// Activation functions: SiLU, GELU, and gates made of them.
+// Activation functions, gates made of them, and other element-wise operations.
 
 #include "activations.h"
 
@@ -35,9 +35,46 @@ WINDLASS_INLINE F32x8 gelu_tanh(F32x8 x) {
   return times_sigmoid(x, fma(cubic, x, splat(1.59576912f)));
 }
 
+// x * Phi(x) = max(x, 0) - |x| * Phi(-|x|). The tail Phi(-a) is exp(-a^2 / 2) times a polynomial in
+// 1 / (1 + 0.35 a), fitted to a relative error of 4e-8. Results for -infinity are 0.
+WINDLASS_INLINE F32x8 gelu(F32x8 x) {
+  // Beyond 14 the exponential is 0.
+  const F32x8 a = sub(zero(), clamp_min(sub(zero(), absolute(x)), splat(-14.0f)));
+  const F32x8 t = divide(splat(1.0f), fma(splat(1.0f), a, splat(0.35f)));
+  F32x8 p = fma(splat(1.439773572e-1f), splat(-2.914721623e-2f), t);
+  p = fma(splat(-2.557245837e-1f), p, t);
+  p = fma(splat(1.591842517e-1f), p, t);
+  p = fma(splat(-2.311550484e-2f), p, t);
+  p = fma(splat(1.055098244e-1f), p, t);
+  p = fma(splat(1.198325610e-1f), p, t);
+  p = fma(splat(1.398618902e-1f), p, t);
+  p = fma(splat(1.396214043e-1f), p, t);
+  const F32x8 tail = mul(mul(p, t), exponential(mul(mul(a, a), splat(-0.5f))));
+  return sub(clamp_min(x, zero()), mul(a, tail));
+}
+
+WINDLASS_INLINE F32x8 relu2(F32x8 x) {
+  const F32x8 positive = clamp_min(x, zero());
+  return mul(positive, positive);
+}
+
 // NaN stays NaN.
 WINDLASS_INLINE F32x8 clamp_max(F32x8 x, float bound) {
   return sub(zero(), clamp_min(sub(zero(), x), splat(-bound)));
+}
+
+// Applies a function to all values of the command's rows.
+template <class Function>
+bool map_rows(const Run& run, const Function& function) {
+  const int width = run.size(0);
+  run.each_row(4 * width, [&](int row) {
+    const float* x = row_of(run.step_tensor(0), row, width);
+    float* out = row_of(run.step_tensor(1), row, width);
+    each_vector(width, [&](int i, int count) WINDLASS_INLINED {
+      store_tail(out + i, function(load_tail(x + i, count)), count);
+    });
+  });
+  return true;
 }
 
 // Two vectors at a time: each is a long dependency chain.
@@ -80,11 +117,65 @@ void gated(const GateFunction& function, const float* gates, const float* up, in
   });
 }
 
-bool run_silu_mul(const Run& run) {
+namespace {
+
+bool gate_rows(const Run& run, const GateFunction& function) {
   const int width = run.size(0);
   run.each_row(8 * width, [&](int row) {
     const float* x = row_of(run.step_tensor(0), row, 2 * width);
-    silu_mul(x, x + width, width, row_of(run.step_tensor(1), row, width));
+    gated(function, x, x + width, width, row_of(run.step_tensor(1), row, width));
+  });
+  return true;
+}
+
+}  // namespace
+
+bool run_silu_mul(const Run& run) { return gate_rows(run, {kGateSilu, 0.0f, 0.0f}); }
+
+bool run_gelu_mul(const Run& run) { return gate_rows(run, {kGateGeluTanh, 0.0f, 0.0f}); }
+
+bool run_map(const Run& run) {
+  const float constant = run.command.scalars[0];
+  switch (run.size(1)) {
+    case kMapGelu:
+      return map_rows(run, [](F32x8 x) WINDLASS_INLINED { return gelu(x); });
+    case kMapGeluTanh:
+      return map_rows(run, [](F32x8 x) WINDLASS_INLINED { return gelu_tanh(x); });
+    case kMapRelu2:
+      return map_rows(run, [](F32x8 x) WINDLASS_INLINED { return relu2(x); });
+    case kMapSilu:
+      return map_rows(run, [](F32x8 x) WINDLASS_INLINED { return silu(x); });
+    case kMapScale:
+      return map_rows(run, [&](F32x8 x) WINDLASS_INLINED { return mul(x, splat(constant)); });
+    case kMapSoftCap:
+      return map_rows(run, [&](F32x8 x) WINDLASS_INLINED {
+        return mul(hyperbolic_tangent(divide(x, splat(constant))), splat(constant));
+      });
+    default:
+      return false;
+  }
+}
+
+bool run_add(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(2 * width, [&](int row) {
+    const float *x = row_of(run.step_tensor(0), row, width),
+                *y = row_of(run.step_tensor(1), row, width);
+    float* out = row_of(run.step_tensor(2), row, width);
+    for (int i = 0; i < width; ++i) out[i] = x[i] + y[i];
+  });
+  return true;
+}
+
+bool run_sigmoid_gate(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(2 * width, [&](int row) {
+    const float* x = row_of(run.step_tensor(0), row, width);
+    const F32x8 gate = times_sigmoid(splat(1.0f), splat(run.step_tensor(1)[row]));
+    float* out = row_of(run.step_tensor(2), row, width);
+    each_vector(width, [&](int i, int count) WINDLASS_INLINED {
+      store_tail(out + i, mul(load_tail(x + i, count), gate), count);
+    });
   });
   return true;
 }

@@ -21,6 +21,12 @@
 //   per_head  x, y                          weight                         heads, inputs, outputs, strides of
 //                                                                          x, y (row, head) and of the
 //                                                                          weight's heads, layout
+//   layer_norm      x, out                  weight, bias or null           width; eps
+//   add_layer_norm  x, residual, out        weight, bias or null           width; eps
+//   gelu_mul  x, out                                                       width
+//   map       x, out                                                       width, function; constant
+//   add       x, y, out                                                    width
+//   sigmoid_gate    x, gate (one per row), out                             width
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
@@ -54,10 +60,26 @@ enum Op : int32_t {
   kExperts,
   kLatent,
   kPerHead,
+  kLayerNormRows,
+  kAddLayerNorm,
+  kGeluMul,
+  kMap,
+  kAdd,
+  kSigmoidGate,
 };
 
 // Storage types.
 enum Type : int32_t { kTypeF32 = 0, kTypeF16, kTypeBf16, kTypeInt8, kTypePacked };
+
+// Functions of a map command. The last two have a constant.
+enum MapFunction : int32_t {
+  kMapGelu = 0,
+  kMapGeluTanh,
+  kMapRelu2,
+  kMapSilu,
+  kMapScale,
+  kMapSoftCap,
+};
 
 // Row counts that come from the step.
 constexpr int32_t kTokens = -1;

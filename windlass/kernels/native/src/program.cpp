@@ -46,6 +46,18 @@ bool execute(const Run& run) {
       return run_latent(run);
     case kPerHead:
       return run_per_head(run);
+    case kLayerNormRows:
+      return run_layer_norm(run);
+    case kAddLayerNorm:
+      return run_add_layer_norm(run);
+    case kGeluMul:
+      return run_gelu_mul(run);
+    case kMap:
+      return run_map(run);
+    case kAdd:
+      return run_add(run);
+    case kSigmoidGate:
+      return run_sigmoid_gate(run);
     default:
       return false;
   }

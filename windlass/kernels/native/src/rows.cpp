@@ -195,6 +195,56 @@ bool run_embed(const Run& run) {
   return true;
 }
 
+namespace {
+
+// `bias` may be null.
+void layer_norm(const float* x, const float* weight, const float* bias, int width, float eps,
+                float* out) {
+  F32x8 even = zero(), odd = zero();
+  const auto mean_of_sums = [&] { return sum_of(add(even, odd)) / static_cast<float>(width); };
+  each_vector(width, [&](int i, int count) {
+    F32x8& sum = i / kLanes % 2 ? odd : even;
+    sum = add(sum, load_tail(x + i, count));
+  });
+  const F32x8 mean = splat(mean_of_sums());
+  even = odd = zero();
+  each_vector(width, [&](int i, int count) {
+    store_tail(out + i, sub(load_tail(x + i, count), mean), count);
+    const F32x8 v = load_tail(out + i, count);  // zeros after the end of the row
+    F32x8& sum = i / kLanes % 2 ? odd : even;
+    sum = fma(sum, v, v);
+  });
+  const F32x8 scale = splat(1.0f / std::sqrt(mean_of_sums() + eps));
+  each_vector(width, [&](int i, int count) {
+    const F32x8 v = mul(mul(load_tail(out + i, count), scale), load_tail(weight + i, count));
+    store_tail(out + i, bias == nullptr ? v : add(v, load_tail(bias + i, count)), count);
+  });
+}
+
+}  // namespace
+
+bool run_layer_norm(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(2 * width, [&](int row) {
+    layer_norm(row_of(run.step_tensor(0), row, width), run.model_tensor<float>(0),
+               run.model_tensor<float>(1), width, run.command.scalars[0],
+               row_of(run.step_tensor(1), row, width));
+  });
+  return true;
+}
+
+bool run_add_layer_norm(const Run& run) {
+  const int width = run.size(0);
+  run.each_row(3 * width, [&](int row) {
+    const float* x = row_of(run.step_tensor(0), row, width);
+    float* residual = row_of(run.step_tensor(1), row, width);
+    for (int i = 0; i < width; ++i) residual[i] = residual[i] + x[i];
+    layer_norm(residual, run.model_tensor<float>(0), run.model_tensor<float>(1), width,
+               run.command.scalars[0], row_of(run.step_tensor(2), row, width));
+  });
+  return true;
+}
+
 bool run_norm(const Run& run) {
   const int width = run.size(0), stride = run.size(1) > 0 ? run.size(1) : width;
   const int column = run.size(2);

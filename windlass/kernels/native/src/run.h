@@ -70,5 +70,11 @@ bool run_sample(const Run& run);
 bool run_experts(const Run& run);
 bool run_latent(const Run& run);
 bool run_per_head(const Run& run);
+bool run_layer_norm(const Run& run);
+bool run_add_layer_norm(const Run& run);
+bool run_gelu_mul(const Run& run);
+bool run_map(const Run& run);
+bool run_add(const Run& run);
+bool run_sigmoid_gate(const Run& run);
 
 }  // namespace windlass
