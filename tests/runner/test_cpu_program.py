@@ -35,11 +35,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+WINDOWS = {"sliding_window": 20, "sliding_window_pattern": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Structures that differ in operations, with one format each.
+OTHER_SHAPES: dict[str, dict[str, Any]] = {
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 16, **WINDOWS},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 16, **WINDOWS},
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, **EXPERTS},
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "cohere": {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5},
+}
+
+
 def make(folder: Path, shape: str = "qwen3", **options: Any) -> LLM:
     path = folder / shape
     path.mkdir(exist_ok=True)
     sizes = {"head_dim": 16, "intermediate_size": 224}
-    (path / "config.json").write_text(json.dumps(CONFIG | sizes | SHAPES[shape]))
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes | (SHAPES | OTHER_SHAPES)[shape]))
     chosen = {"num_blocks": 200, "max_num_seqs": 16, "quantization": "int4", "quantize_head": True}
     return LLM(str(path), load_format="dummy", device="cpu", **(chosen | options))
 
@@ -55,8 +73,13 @@ def outputs_of(llm: LLM, params: SamplingParams) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("quantization", ["int4", "int8", "w8a8", "nf4"])
+@pytest.mark.parametrize(
+    ("shape", "quantization"),
+    [
+        *((shape, kind) for shape in SHAPES for kind in ("int4", "int8", "w8a8", "nf4")),
+        *((shape, "int8") for shape in OTHER_SHAPES),
+    ],
+)
 def test_the_program_matches_eager_steps(tmp_path: Path, shape: str, quantization: str) -> None:
     """To the bit: greedy, with scores, and drawn, in steps of many sizes."""
     options = {"quantization": quantization, "max_num_batched_tokens": 40}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_networks import save_tiny
+from tests.models.comparison import save_tiny
+from tests.models.test_networks import CASES as NETWORKS
 from windlass.build import Built, Source, build_engine
 from windlass.config import EngineConfig
 from windlass.core.kv_layout import KVLayout
@@ -67,7 +68,7 @@ def transformers_tokens(model: torch.nn.Module, prompt: list[int], count: int = 
 def test_freeing_blocks_changes_no_token(
     case: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save_tiny(case, tmp_path)
+    model = save_tiny(*NETWORKS[case], tmp_path)
     built = make(tmp_path, num_blocks=200, **PATHS[path])
     (tokens,), num_used = run(built, [PROMPT])
     if path in ("float32", "plain"):
@@ -100,7 +101,7 @@ def keep_all(kv_layout: Any) -> Any:
 def test_a_cached_prefix_gives_the_same_tokens(
     case: str, deterministic: bool, tmp_path: Path
 ) -> None:
-    save_tiny(case, tmp_path)
+    save_tiny(*NETWORKS[case], tmp_path)
     built = make(tmp_path, num_blocks=200, dtype="float32")
     first, _ = run(built, [PROMPT], deterministic=deterministic)
     hits = built.engine.stats().prefix_hits
@@ -114,7 +115,7 @@ def test_a_cached_prefix_gives_the_same_tokens(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_small_pool_serves_requests_longer_than_it(case: str, tmp_path: Path) -> None:
-    save_tiny(case, tmp_path)
+    save_tiny(*NETWORKS[case], tmp_path)
     layout = make(tmp_path, num_blocks=200).report.capacity.layout
     few = layout.blocks_for(90, 2 * CHUNK)
     built = make(tmp_path, num_blocks=few, max_model_len=90)
@@ -126,8 +127,8 @@ def test_a_small_pool_serves_requests_longer_than_it(case: str, tmp_path: Path) 
 
 
 def test_speculation_with_its_own_kv_keeps_all_blocks(tmp_path: Path) -> None:
-    save_tiny("mistral-window", tmp_path / "target")
-    save_tiny("llama2", tmp_path / "draft")
+    save_tiny(*NETWORKS["mistral-window"], tmp_path / "target")
+    save_tiny(*NETWORKS["llama2"], tmp_path / "draft")
     open_target = partial(
         make,
         tmp_path / "target",

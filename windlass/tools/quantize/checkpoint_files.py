@@ -93,7 +93,13 @@ def source_config(files: ModelFiles) -> dict[str, Any]:
 def _gguf_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     config = checkpoint.hf_config()
     rope = dict(config["rope_parameters"])
-    if rope.pop("rope_factors") is not None:
+    architecture = config["architectures"][0]
+    if architecture not in _MODEL_TYPES:
+        raise UnsupportedError(
+            f"{checkpoint.header.path}: a GGUF of {architecture} cannot be converted. "
+            f"Known: {', '.join(_MODEL_TYPES)}. Use the model's safetensors folder instead."
+        )
+    if rope.pop("rope_factors", None) is not None:
         raise UnsupportedError(
             f"{checkpoint.header.path}: has RoPE frequency factors, which a config.json cannot "
             "hold. Quantise the model's safetensors folder instead."
@@ -103,7 +109,7 @@ def _gguf_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     config["rope_parameters"] = rope
     # Readers that do not know rope_parameters read this key.
     config["rope_theta"] = rope["rope_theta"]
-    config["model_type"] = _MODEL_TYPES[config["architectures"][0]]
+    config["model_type"] = _MODEL_TYPES[architecture]
     return {key: value for key, value in config.items() if value is not None}
 
 
