@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,7 +44,50 @@ class AttentionShape:
     float32_norms: bool = False  # the weights of q and k norms are kept in float32
 
 
-class Attention(ShardedRows):
+class AttentionLayer(nn.Module):
+    """Attention whose heads' outputs go through an output projection."""
+
+    o_proj: Linear
+    ops: Ops
+
+    @abstractmethod
+    def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """The heads' outputs of all tokens; writes what the KV cache keeps of them."""
+
+    def forward(
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: Norm,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None = None,
+    ) -> tuple[Inputs, Tensor]:
+        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
+        attended = self._attended(x, batch, cos_sin)
+        if logits_indices is None:
+            return self.o_proj.then(attended, residual, norm, batch.adapters)
+        attended, residual = (
+            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
+        )
+        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+
+    def output(
+        self,
+        x: Inputs,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None = None,
+    ) -> Tensor:
+        """The result for the `logits_indices` tokens, or all, without residual addition and norm."""
+        attended = self._attended(x, batch, cos_sin)
+        if logits_indices is None:
+            return self.o_proj(attended, batch.adapters)
+        attended = self.ops.gather(attended, logits_indices.tokens)
+        return self.o_proj(attended, logits_indices.adapters)
+
+
+class Attention(AttentionLayer, ShardedRows):
     """QKV projection, RoPE, KV cache write, attention and output projection.
 
     The output is added to the residual stream and normalised by the next norm. Ranks split the q heads,
@@ -97,38 +141,6 @@ class Attention(ShardedRows):
             window=shape.window,
             soft_cap=shape.soft_cap,
         )
-
-    def forward(
-        self,
-        x: Inputs,
-        residual: Tensor,
-        norm: Norm,
-        batch: StepBatch,
-        cos_sin: Tensor | None,
-        logits_indices: LogitsIndices | None = None,
-    ) -> tuple[Inputs, Tensor]:
-        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
-        attended = self._attended(x, batch, cos_sin)
-        if logits_indices is None:
-            return self.o_proj.then(attended, residual, norm, batch.adapters)
-        attended, residual = (
-            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
-        )
-        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
-
-    def output(
-        self,
-        x: Inputs,
-        batch: StepBatch,
-        cos_sin: Tensor | None,
-        logits_indices: LogitsIndices | None = None,
-    ) -> Tensor:
-        """The result for the `logits_indices` tokens, or all, without residual addition and norm."""
-        attended = self._attended(x, batch, cos_sin)
-        if logits_indices is None:
-            return self.o_proj(attended, batch.adapters)
-        attended = self.ops.gather(attended, logits_indices.tokens)
-        return self.o_proj(attended, logits_indices.adapters)
 
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their keys and values."""

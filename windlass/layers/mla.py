@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.core.mla import LatentHeads
-from windlass.kernels.batch import LogitsIndices, StepBatch
-from windlass.kernels.gemm import Norm
+from windlass.kernels.batch import StepBatch
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.ops import Ops
+from windlass.layers.attention import AttentionLayer
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.norm import RMSNorm
 from windlass.layers.stored import StoredWeight
@@ -67,7 +67,7 @@ class AbsorbedWeight(StoredWeight):
         return self.weight.unflatten(0, (-1, self._outputs))
 
 
-class MLA(nn.Module):
+class MLA(AttentionLayer):
     """Projections, RoPE, KV cache write, attention over latents and output projection.
 
     The output is added to the residual stream and normalised by the next norm. Ranks split the heads;
@@ -118,24 +118,6 @@ class MLA(nn.Module):
             self.kv_b_proj = absorbed("kv_b_proj", total.nope_dim + total.value_dim, total.rank)
         values = Shard.even(total.num_q * total.value_dim, group, unit=total.value_dim)
         self.o_proj = linear({"o_proj": hidden}, values)
-
-    def forward(
-        self,
-        x: Inputs,
-        residual: Tensor,
-        norm: Norm,
-        batch: StepBatch,
-        cos_sin: Tensor | None,
-        logits_indices: LogitsIndices | None = None,
-    ) -> tuple[Inputs, Tensor]:
-        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
-        attended = self._attended(x, batch, cos_sin)
-        if logits_indices is None:
-            return self.o_proj.then(attended, residual, norm, batch.adapters)
-        attended, residual = (
-            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
-        )
-        return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
 
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their latents."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -16,8 +17,27 @@ from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
 
 
-class GatedMLP(nn.Module):
-    """down(f(gate(x)) * up(x)), added to the residual stream and normalised by the next norm."""
+class _MLP(nn.Module):
+    """down(hidden activations), added to the residual stream and normalised by the next norm."""
+
+    down_proj: Linear
+
+    @abstractmethod
+    def _activated(self, x: Inputs, adapters: AdapterRows | None) -> Inputs:
+        """The hidden activations."""
+
+    def forward(
+        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+    ) -> tuple[Inputs, Tensor]:
+        return self.down_proj.then(self._activated(x, adapters), residual, norm, adapters)
+
+    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        """The result, without residual addition and norm."""
+        return self.down_proj(self._activated(x, adapters), adapters)
+
+
+class GatedMLP(_MLP):
+    """down(f(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -45,15 +65,6 @@ class GatedMLP(nn.Module):
             bias=bias,
         )
 
-    def forward(
-        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
-    ) -> tuple[Inputs, Tensor]:
-        return self.down_proj.then(self._activated(x, adapters), residual, norm, adapters)
-
-    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
-        """The result, without residual addition and norm."""
-        return self.down_proj(self._activated(x, adapters), adapters)
-
     def _activated(self, x: Inputs, adapters: AdapterRows | None) -> Inputs:
         if self.activation == "gelu_tanh":
             return self.ops.gelu_mul(self.gate_up_proj(x, adapters))
@@ -66,8 +77,8 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj.gated(x, silu_mul, adapters)
 
 
-class PlainMLP(nn.Module):
-    """down(f(up(x))), added to the residual stream and normalised by the next norm."""
+class PlainMLP(_MLP):
+    """down(f(up(x)))."""
 
     def __init__(
         self,
@@ -98,14 +109,5 @@ class PlainMLP(nn.Module):
             bias=bias,
         )
 
-    def forward(
-        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
-    ) -> tuple[Inputs, Tensor]:
-        activated = self.ops.activate(self.up_proj(x, adapters), self.activation)
-        return self.down_proj.then(activated, residual, norm, adapters)
-
-    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
-        """The result, without residual addition and norm."""
-        return self.down_proj(
-            self.ops.activate(self.up_proj(x, adapters), self.activation), adapters
-        )
+    def _activated(self, x: Inputs, adapters: AdapterRows | None) -> Inputs:
+        return self.ops.activate(self.up_proj(x, adapters), self.activation)

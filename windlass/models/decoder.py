@@ -105,7 +105,6 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
-        assert isinstance(self.self_attn, Attention)
         attended = self.self_attn.output(x, batch, cos_sin, logits_indices)
         adapters = batch.adapters
         if logits_indices is not None:
