@@ -38,7 +38,8 @@ from windlass.text.grammar.matchers import RequestMatchers
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
     from windlass.lora.start import AdapterSetup
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
+    from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.speculative.runner import SpeculativeRunner
@@ -135,8 +136,9 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     """Build an engine in this process. `weights`: share another engine's instead of loading."""
     log = _Log()
     log.import_torch()
-    from windlass.runner.assemble import load_network, make_runner
+    from windlass.runner.assemble import make_runner
     from windlass.runner.device import choose_device
+    from windlass.runner.load import load_network
 
     files, hparams = source.files, source.hparams
     device = choose_device(config.model)
@@ -268,8 +270,9 @@ def build_scorer(
     config: EngineConfig, source: Source, limits: ScoringLimits, weights: Loaded | None = None
 ) -> BuiltScorer:
     """Build a scorer of given tokens, with a KV cache for one group. `weights`: share them."""
-    from windlass.runner.assemble import load_network, make_runner
+    from windlass.runner.assemble import make_runner
     from windlass.runner.device import choose_device
+    from windlass.runner.load import load_network
     from windlass.runner.scoring import Scorer
 
     size = config.cache.block_size

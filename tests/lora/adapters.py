@@ -21,7 +21,8 @@ from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora_config import LoraDType
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
-from windlass.runner.assemble import load_network, make_runner
+from windlass.runner.assemble import make_runner
+from windlass.runner.load import load_network
 
 # Outputs and inputs of the modules of the models in tests.quant.folders.
 SHAPES = {

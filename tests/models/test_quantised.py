@@ -25,7 +25,7 @@ from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.rounding import SCHEMES
-from windlass.runner.assemble import make_blueprint
+from windlass.runner.load import make_blueprint
 
 # Maximum relative error of the logits against unquantised weights: two layers of random weights,
 # the worst case for quantisation.

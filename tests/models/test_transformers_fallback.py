@@ -26,7 +26,7 @@ from windlass.kernels.batch import KVCache
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.network import kv_layout
 from windlass.models.source import resolve
-from windlass.runner.assemble import load_network
+from windlass.runner.load import load_network
 from windlass.runner.slots import SlotTables
 
 ROOT = Path(__file__).parents[2]

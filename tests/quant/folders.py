@@ -21,7 +21,7 @@ from windlass.core.types import Row, SlotInit, StepPlan
 from windlass.kernels.batch import KVCache, attention_layout, latent_layout
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
-from windlass.runner.assemble import Loaded, load_network
+from windlass.runner.load import Loaded, load_network
 from windlass.runner.slots import SlotTables
 
 HIDDEN, FFN, VOCAB = 128, 256, 97

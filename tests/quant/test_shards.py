@@ -48,7 +48,7 @@ from windlass.quant.gguf import KINDS, Gguf
 from windlass.quant.rounding import SCHEMES
 from windlass.quant.shard import Shard
 from windlass.quant.unquantised import Unquantised
-from windlass.runner.assemble import make_blueprint
+from windlass.runner.load import make_blueprint
 from windlass.speculative.heads import _RenamedCheckpoint
 from windlass.tools.quantize.layer import _OPS
 

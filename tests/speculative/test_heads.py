@@ -215,9 +215,7 @@ def test_an_eagle_head_with_an_invalid_d2t_is_refused(model: Path, tmp_path: Pat
 def test_a_head_is_checked_before_weights_are_read(
     model: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(
-        "windlass.runner.assemble.load_network", lambda *_, **__: pytest.fail("read")
-    )
+    monkeypatch.setattr("windlass.runner.load.load_network", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(CheckpointError, match=r"--spec-model: model '.*nowhere' was not found"):
         make(model, spec=kind, spec_model=str(tmp_path / "nowhere"))
     cut = tmp_path / "cut"

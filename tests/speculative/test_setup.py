@@ -19,7 +19,7 @@ from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
 from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve
-from windlass.runner import assemble
+from windlass.runner import load as loading
 from windlass.serve.metrics import Metrics
 from windlass.speculative import exits, setup
 from windlass.speculative.auto import detect_method, resolve_auto
@@ -118,7 +118,7 @@ def test_errors_are_raised_before_weights_are_read(
         folder_of(other, **changes)
     if options["spec"] != "self":
         options = {**options, "spec_model": str(other)}
-    monkeypatch.setattr(assemble, "load", read)
+    monkeypatch.setattr(loading, "load", read)
     with pytest.raises(EngineError, match=message):
         make(model, **options)
 

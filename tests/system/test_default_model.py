@@ -19,7 +19,7 @@ from tests.system.server import Server, serving
 from windlass import LLM, SamplingParams
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.runner.assemble import Loaded
+from windlass.runner.load import Loaded
 
 pytestmark = pytest.mark.model
 

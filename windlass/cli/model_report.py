@@ -23,7 +23,7 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.unquantised import Unquantised
-from windlass.runner.assemble import make_blueprint
+from windlass.runner.load import make_blueprint
 from windlass.text.chat_template import ChatTemplate
 
 Json = dict[str, Any]

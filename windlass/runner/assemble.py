@@ -1,38 +1,25 @@
-"""Builds the runner: device, dtype, kernels, network with weights, KV cache."""
+"""Builds the runner of a loaded network: KV cache, executors, limits."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from windlass.config import AUTO, EngineConfig, Limits, ModelConfig
+from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
-from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads, KVCache
-from windlass.kernels.experts import ExpertKernels, ExpertMLP, PreparedExperts
-from windlass.kernels.gemm import TorchGemm
-from windlass.kernels.linears import Linears
-from windlass.kernels.native.pool import Workers
-from windlass.kernels.ops import Ops, choose_ops
+from windlass.kernels.experts import ExpertMLP
 from windlass.kernels.prepared import Prepared
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
-from windlass.layers.stored import StoredWeight
-from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
-from windlass.models.loader import load
-from windlass.models.methods import choose_methods
-from windlass.models.network import Network, Parts, kernel_need, make_network
-from windlass.models.share import share_weights
-from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
+from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
@@ -43,37 +30,6 @@ _DRAFT_LOGITS_BYTES = 64 * 2**20
 # Of one request that may run, in the runner's and the scheduler's tables.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
-# Options that decide how weights are stored and multiplied.
-_WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """All choices made before weights are read, with reasons."""
-
-    parts: Parts
-    linears: Linears
-    kv_format: found.KVFormat
-    choices: list[Choice]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An engine's network with its weights, and the choices made for it.
-
-    Another engine may share the weights (`load_network`), not the network: its kernels run on the
-    engine's pool, and its layers get the engine's adapters.
-    """
-
-    config: ModelConfig
-    network: Network
-    parts: Parts
-    gemm: TorchGemm
-    weight_bytes: int
-    choices: list[Choice]
-    why_not_batch_invariant: (
-        str | None
-    )  # why deterministic requests are refused; None: they are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,181 +44,6 @@ class Assembled:
     max_positions_per_step: int  # sampled positions per step
     memory: dict[str, int]
     choices: list[Choice]
-
-
-def make_blueprint(
-    config: EngineConfig,
-    hparams: HParams,
-    checkpoint: Checkpoint,
-    *,
-    workers: Workers | None = None,
-    gemm: TorchGemm | None = None,
-) -> Blueprint:
-    """Choose device, dtype, kernels, weight formats and context length.
-
-    `workers`: of the engine that a draft model belongs to. `gemm`: tuned for the same weights.
-    """
-    where = found.choose_device(config.model)
-    device = where.device
-    threads = found.choose_threads(config.model)
-    workers = workers or Workers(threads.count)
-    dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
-    ops = choose_ops(
-        kernel_need(
-            hparams,
-            device=device,
-            dtype=dtype,
-            kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
-            plain=config.model.plain_kernels,
-            workers=workers,
-        )
-    )
-    longest, length_choice = _longest(config, hparams)
-    linears = Linears(
-        device,
-        dtype,
-        gemm or _gemm(ops),
-        plain=config.model.plain_kernels,
-        reference=config.model.dtype == "float32",
-        w4a8=config.model.quantization == "w4a8",
-        workers=workers,
-    )
-    methods = choose_methods(config.model, hparams, checkpoint, linears)
-    parts = Parts(
-        dtype=dtype,
-        device=device,
-        max_positions=longest,
-        ops=ops,
-        method_for=methods.method_for,
-        table_dtype=methods.table_dtype,
-        table_method=methods.table_method,
-        workers=workers,
-        experts=ExpertKernels(
-            device,
-            dtype,
-            plain=config.model.plain_kernels or config.model.dtype == "float32",
-            workers=workers,
-        ),
-    )
-    kv_format = _kv_format(config, hparams, parts)  # refuse before loading weights
-    choices = [
-        where.choice,
-        dtype_choice,
-        threads.choice,
-        *ops.choices,
-        methods.choice,
-        length_choice,
-    ]
-    return Blueprint(parts=parts, linears=linears, kv_format=kv_format, choices=choices)
-
-
-def _kv_format(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
-    kv_cache_dtype, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
-    native = parts.ops.is_native and config.model.dtype != "float32"
-    return found.choose_kv_format(
-        kv_cache_dtype,
-        hparams,
-        config.cache.block_size,
-        parts.dtype,
-        parts.device,
-        triton,
-        native,
-    )
-
-
-def load_network(
-    config: EngineConfig,
-    hparams: HParams,
-    checkpoint: Checkpoint,
-    *,
-    weights: Loaded | None = None,
-    workers: Workers | None = None,
-) -> Loaded:
-    """Build the network and load its weights.
-
-    `weights`: share these instead of reading the checkpoint. `workers`: of the engine that a draft
-    model belongs to.
-    """
-    gemm = None if weights is None else weights.gemm.twin()
-    blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm)
-    network = make_network(hparams, blueprint.parts)
-    if weights is None:
-        load(network, checkpoint, blueprint.parts.device)
-    else:
-        _check_same_weights(config.model, blueprint.parts.device, weights)
-        share_weights(network, weights.network, blueprint.linears, blueprint.parts.experts)
-    network.check()
-    layers = [module for module in network.modules() if isinstance(module, Linear)]
-    plain = [weight for layer in layers for weight in layer.plain_weights]
-    stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
-    experts = [each.prepared for each in stored if isinstance(each, ExpertStack) and each.prepared]
-    choices = [*network.choices, *blueprint.choices, *memory(stored), *_expert_choices(experts)]
-    if plain:
-        choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
-    return Loaded(
-        config=config.model,
-        network=network,
-        parts=blueprint.parts,
-        gemm=blueprint.linears.gemm,
-        weight_bytes=network.weight_bytes,
-        choices=choices,
-        why_not_batch_invariant=network.why_eager or _why_not_batch_invariant(layers, experts),
-    )
-
-
-def _check_same_weights(config: ModelConfig, device: torch.device, weights: Loaded) -> None:
-    """Refuse to share weights that this config would store or multiply in another way."""
-    pairs = {
-        name: (getattr(config, name), getattr(weights.config, name)) for name in _WEIGHT_OPTIONS
-    }
-    for name, (wanted, held) in {
-        **pairs,
-        "device": (device.type, weights.parts.device.type),
-    }.items():
-        if wanted != held:
-            raise ConfigError(
-                f"the weights to share were loaded with {name} {held!r}, but this engine has {wanted!r}. "
-                "Set both alike, or load the weights again."
-            )
-
-
-def _expert_choices(experts: list[PreparedExperts]) -> list[Choice]:
-    """One start-up line per kernel of mixture-of-experts layers."""
-    lines = Counter((each.form, each.kernel, each.reason) for each in experts)
-    return [
-        Choice("experts", f"{form}, {kernel} kernel, {count} layers", why)
-        for (form, kernel, why), count in lines.items()
-    ]
-
-
-def _why_not_batch_invariant(layers: list[Linear], experts: list[PreparedExperts]) -> str | None:
-    """Why a kernel is not batch-invariant; None: all are."""
-    for each in experts:
-        if not each.batch_invariant:
-            return f"the {each.kernel} kernel of experts sums in an order that depends on the batch"
-    for layer in layers:
-        for gemm in layer.gemms:
-            if not gemm.batch_invariant:
-                return (
-                    f"the {gemm.kernel} kernel of {gemm.form} weights sums in an order that "
-                    "depends on the batch"
-                )
-    return None
-
-
-def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
-    """One start-up line per kind of quantised layer."""
-    lines: Counter[tuple[str, str, str]] = Counter()
-    for layer in layers:
-        for gemm in layer.gemms:
-            held = f"{gemm.form}, {gemm.kernel} kernel"
-            lines[layer.method.name, held, gemm.reason] += 1
-        if isinstance(layer.method, Unquantised) and layer.method.name != layer.method.form:
-            lines[layer.method.name, layer.method.form, layer.method.reason] += 1
-    return [
-        Choice(f"{name} weights", f"{held}, {count} of them", why)
-        for (name, held, why), count in lines.items()
-    ]
 
 
 def make_runner(
@@ -280,7 +61,7 @@ def make_runner(
     one group, as those of proposers, so a layout of several groups keeps all blocks.
     """
     parts, size = loaded.parts, config.cache.block_size
-    kv_format = _kv_format(config, hparams, parts)
+    kv_format = kv_format_of(config, hparams, parts)
     layout = kv_format.layout
     # A proposer's KV lies in the target's blocks, and it may look behind the target's windows.
     one_table = one_table or config.speculation.spec != "none"
@@ -334,7 +115,7 @@ def make_draft_runner(
 
     The target has one block table, and the draft model's layers use it.
     """
-    kv_format = _kv_format(config, hparams, loaded.parts)
+    kv_format = kv_format_of(config, hparams, loaded.parts)
     maker = _Maker(
         config=config,
         hparams=hparams,
@@ -500,25 +281,3 @@ def _free_after_sync(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _gemm(ops: Ops) -> TorchGemm:
-    if not ops.is_triton:
-        return TorchGemm()
-    from windlass.kernels.triton.gemm import TunedGemm
-
-    return TunedGemm()
-
-
-def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:
-    """The context length. One beyond the model's own is refused."""
-    requested = config.model.max_model_len
-    if requested is None or requested == AUTO:
-        reason = "the model's own" if requested is None else "as much as the KV cache holds"
-        return hparams.max_positions, Choice("context", f"{hparams.max_positions:,}", reason)
-    if requested > hparams.max_positions:
-        raise ConfigError(
-            f"--max-model-len {requested} is more than the model's {hparams.max_positions} positions. "
-            f"Lower it, or set max_position_embeddings with --hf-overrides if you know better."
-        )
-    return requested, Choice("context", f"{requested:,}", "as set")

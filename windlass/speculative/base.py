@@ -14,8 +14,9 @@ from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Held
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
     from windlass.runner.executor import PendingStep
+    from windlass.runner.load import Loaded
 
 
 class SlotUpdate(NamedTuple):

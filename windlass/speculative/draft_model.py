@@ -16,7 +16,8 @@ from windlass.speculative.auto import detect_method
 from windlass.speculative.base import Proposer, SpeculationContext
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
+    from windlass.runner.load import Loaded
 
 _MAX_SHOWN = 5  # differing tokens in an error message
 
@@ -144,8 +145,8 @@ class DraftModelLoader:
 
 def open_loader(context: SpeculationContext) -> DraftModelLoader:
     from windlass.models.network import kv_layout
-    from windlass.runner.assemble import load_network
     from windlass.runner.device import kv_dtype
+    from windlass.runner.load import load_network
 
     draft = open_draft(context.config, context.hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)

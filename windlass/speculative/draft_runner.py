@@ -26,8 +26,9 @@ from windlass.core.types import (
 from windlass.kernels.batch import KVCache
 from windlass.kernels.storages import Held
 from windlass.models.hparams import HParams
-from windlass.runner.assemble import Assembled, Loaded, make_draft_runner
+from windlass.runner.assemble import Assembled, make_draft_runner
 from windlass.runner.executor import PendingStep
+from windlass.runner.load import Loaded
 from windlass.speculative.base import NO_DRAFT, SlotUpdate, Submits
 
 _MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers

@@ -33,7 +33,8 @@ from windlass.speculative.heads import (
 )
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
+    from windlass.runner.load import Loaded
 
 _RENAMED = {"layers.0.": "midlayer."}  # the layer's name in newer exports
 

@@ -21,7 +21,8 @@ from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import HeadFiles, attach, check_d2t, draft_vocab, open_head
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
+    from windlass.runner.load import Loaded
 
 _RENAMED = {"medusa_head.": ""}
 _KNOWN = re.compile(

@@ -24,7 +24,8 @@ from windlass.speculative.registry import PRELAUNCHES, WRITES_KV_AHEAD, cost_key
 from windlass.speculative.runner import SpeculativeRunner
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled, Loaded
+    from windlass.runner.assemble import Assembled
+    from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
 
 

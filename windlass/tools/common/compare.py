@@ -15,8 +15,8 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.network import Network
-from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
+from windlass.runner.load import Loaded
 from windlass.runner.scoring import ScoredChunk, ScoringLimits
 from windlass.tools.bench.speculation import TEXTS
 from windlass.tools.bench.throughput import WindlassEngine

@@ -15,7 +15,7 @@ from typing import Any
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.engine import Engine
-from windlass.runner.assemble import Loaded
+from windlass.runner.load import Loaded
 from windlass.tools.common.compare import QualityComparison, weight_kernels
 from windlass.tools.common.device import memory_bytes, release_memory, reset_peak_memory
 from windlass.tools.common.drive import EngineRun, OnTokens, run_all

@@ -21,8 +21,9 @@ from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.models.network import kv_layout
-from windlass.runner.assemble import load_network, make_runner
+from windlass.runner.assemble import make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
+from windlass.runner.load import load_network
 from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
 from windlass.tools.common.device import traffic_of
 from windlass.tools.plan.calibrate import CalibrationLimits, calibrate
@@ -30,7 +31,7 @@ from windlass.tools.plan.cost_model import CostModel
 from windlass.tools.plan.speed import MeasuredStep, measure_machine, save_factor
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Loaded
+    from windlass.runner.load import Loaded
 
 _MAX_AGE_DAYS = 7  # of cached costs
 _MIN_ROWS, _MIN_TOKENS = 64, 2048  # measured at least, so that other settings reuse the costs

@@ -20,8 +20,8 @@ from windlass.engine import Engine
 from windlass.errors import ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.fingerprint import fingerprint
-from windlass.runner.assemble import Loaded
 from windlass.runner.device import choose_device
+from windlass.runner.load import Loaded
 from windlass.runner.scoring import ScoringLimits
 from windlass.tools.resumable import check_output
 from windlass.tools.train_draft.acceptance import Acceptance, measure

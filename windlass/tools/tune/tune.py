@@ -15,8 +15,8 @@ from windlass.config import EngineConfig
 from windlass.core.card import Capacity
 from windlass.errors import ConfigError, EngineError
 from windlass.models.card import open_checkpoint
-from windlass.runner.assemble import load_network
 from windlass.runner.device import choose_device
+from windlass.runner.load import load_network
 from windlass.tools.common.compare import QualityComparison, short_corpus
 from windlass.tools.common.device import release_memory
 from windlass.tools.common.drive import EngineRun, replay
@@ -43,7 +43,7 @@ from windlass.tools.tune.space import (
 )
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Loaded
+    from windlass.runner.load import Loaded
 
 Log = Callable[[str], None]
 _QUALITY_CONTEXT = 256
