@@ -1,12 +1,14 @@
 """The engine loop: add requests, step, return outputs. Does not import torch.
 
-The synchronous loop is the reference: plan, run, commit. The overlapped loop plans and launches a
-step before the tokens of the previous step have arrived. A test compares the two.
+The synchronous loop is the reference: plan, run, commit. The pipelined loop plans and launches steps
+before the tokens of earlier ones have arrived: one step ahead on CUDA, so that planning overlaps with
+computing, and one step per pipeline stage, so that no stage is idle. Tests compare the loops.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -62,10 +64,10 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._overlap = overlap
+        self._max_in_flight = max(1 + overlap, scheduler.num_stages)
         self._memory = memory
         self.asleep = False
-        self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()  # the oldest first
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
         scheduler.accounting.start(clock())
 
@@ -85,11 +87,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._in_flight is not None
+        return self._scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[Output]:
         """Advance by one step. Returns the outputs since the previous call."""
-        return self._step_overlapped() if self._overlap else self._step_synchronously()
+        if self._max_in_flight == 1:
+            return self._step_synchronously()
+        return self._step_pipelined()
 
     def _step_synchronously(self) -> list[Output]:
         plan = self._scheduler.plan(self._clock())
@@ -104,24 +108,24 @@ class Engine:
             return outputs + self._scheduler.retract(plan, str(error))
         return outputs + self._commit(plan, result)
 
-    def _step_overlapped(self) -> list[Output]:
-        outputs = []
-        if self._in_flight is not None and self._in_flight[0].options.next_plan_waits:
-            outputs = self._finish(*self._in_flight)
-            self._in_flight = None
+    def _step_pipelined(self) -> list[Output]:
+        """Launch a step, and commit the oldest one when enough are in flight or none can start."""
+        outputs: list[Output] = []
+        while self._in_flight and self._in_flight[-1][0].options.next_plan_waits:
+            outputs += self._finish_oldest()
         plan = self._scheduler.plan(self._clock())
         outputs += self._scheduler.failed
-        launched = None
+        num_before = len(self._in_flight)
         if plan.rows:
             self._on_plan(plan)
             try:
-                launched = (plan, self._runner.submit(plan))
+                self._in_flight.append((plan, self._runner.submit(plan)))
             except OutOfMemory as error:
                 outputs += self._scheduler.retract(plan, str(error))
-        before, self._in_flight = self._in_flight, launched
-        if before is not None:
-            outputs += self._finish(*before)
-        elif launched is None:
+        started = len(self._in_flight) > num_before
+        if len(self._in_flight) == self._max_in_flight or (self._in_flight and not started):
+            outputs += self._finish_oldest()
+        elif not started:
             self._idle(outputs)
         return outputs
 
@@ -130,15 +134,18 @@ class Engine:
         if not outputs and self._scheduler.has_work:
             time.sleep(_IDLE_S)
 
-    def _finish(self, plan: StepPlan, pending: PendingStep) -> list[Output]:
-        return self._commit(plan, pending.wait())
+    def _finish_oldest(self) -> list[Output]:
+        plan, pending = self._in_flight[0]
+        result = pending.wait()
+        self._in_flight.popleft()
+        return self._commit(plan, result)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         return self._scheduler.commit(plan, result, self._clock())
 
     def fail(self, error: str) -> list[Output]:
         """End the running requests with an error after a step raised. Queued requests go on."""
-        self._in_flight = None
+        self._in_flight.clear()
         return self._scheduler.fail_running(error)
 
     @property

@@ -9,6 +9,11 @@ from windlass.core.sampling import SamplingParams
 from windlass.errors import CapacityError, ConfigError, RequestError
 
 
+def tokens_in_flight(max_num_batched_tokens: int, num_stages: int) -> int:
+    """Max tokens of the plans before the last commit. The overlapped loop has two plans."""
+    return max(2, num_stages) * max_num_batched_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Fixed when the engine is built."""
@@ -24,6 +29,7 @@ class SchedulerLimits:
     lookahead: int = 0  # tokens ahead for which running requests get spare blocks
     lookahead_after_drafts: int = 0  # the same after a row's draft tokens
     drop_drafts_below: int = 0  # mixed steps of at most this many tokens verify no draft tokens
+    num_stages: int = 1  # pipeline stages: so many plans may be in flight
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -37,10 +43,29 @@ class SchedulerLimits:
     def block_size(self) -> int:
         return self.layout.block_size
 
+    @property
+    def max_pending(self) -> int:
+        """Samples in flight beside which a request gets another row.
+
+        Only the last stage of a pipeline has the token; the first waits for the commit.
+        """
+        return 1 if self.num_stages == 1 else 0
+
+    def max_samples(self, num_requests: int, num_pending: int, num_plans: int) -> int:
+        """Max rows of the next plan that sample, so that requests are spread over all stages.
+
+        `num_plans` plans with `num_pending` samples are in flight.
+        """
+        if self.num_stages == 1:
+            return self.max_num_seqs
+        num_requests = min(num_requests, self.max_num_seqs)
+        num_idle, num_idle_stages = num_requests - num_pending, self.num_stages - num_plans
+        share = -(-num_requests // self.num_stages)
+        return max(1, min(share, -(-num_idle // max(1, num_idle_stages))))
+
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
         """Maximum number of tokens to generate. Raises if the request can never fit."""
-        # The overlapped loop plans a second step before the first is committed.
-        in_flight = 2 * self.max_num_batched_tokens
+        in_flight = tokens_in_flight(self.max_num_batched_tokens, self.num_stages)
         longest = self.layout.max_tokens(self.num_blocks, in_flight, self.max_model_len)
         what, advice = "the model's context", ""
         if longest < self.max_model_len:

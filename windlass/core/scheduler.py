@@ -2,8 +2,8 @@
 
 There are no phases. A request has tokens, some are computed, a step computes more: chunked
 prefill, prefix hits, verification of draft tokens and preemption are one subtraction. A plan may
-run one step ahead of the last commit, for the overlapped loop. The runner knows how tokens are
-computed and sampled and where their KV lies.
+run one step ahead of the last commit, for the overlapped loop, or one step per pipeline stage. The
+runner knows how tokens are computed and sampled and where their KV lies.
 """
 
 from __future__ import annotations
@@ -170,6 +170,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the runner: so many plans may be in flight."""
+        return self._limits.num_stages
+
     def reset_prefix_cache(self) -> int:
         return self._allocator.pool.reset_cache()
 
@@ -209,7 +214,12 @@ class Scheduler:
         plan = StepPlan(
             rows=[], admitted=[], freed=[], copies=[], step=self._count.num_steps, adapters=[]
         )
-        step = Step(plan, self._limits, self._budget, began=now)
+        max_samples = self._limits.max_samples(
+            len(self._running) + len(self._waiting),
+            num_pending=sum(step.num_samples for step in self._in_flight),
+            num_plans=len(self._in_flight),
+        )
+        step = Step(plan, self._limits, self._budget, began=now, max_samples=max_samples)
         num_before = self._count.num_preemptions
         accounting = self.accounting
         if not self._running and not self._in_flight:
@@ -235,7 +245,11 @@ class Scheduler:
         self._count.num_step_tokens = num_tokens
         self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         options = self._drafts.options(step, self.num_pending_admissions)
-        return plan if options is NO_OPTIONS else plan._replace(options=options)
+        if options is NO_OPTIONS:
+            return plan
+        if self._limits.max_pending == 0:  # no row depends on a plan in flight
+            options = options._replace(next_plan_waits=False)
+        return plan._replace(options=options)
 
     @property
     def num_pending_admissions(self) -> int:
@@ -243,21 +257,28 @@ class Scheduler:
         return min(len(self._slots), self.accounting.num_ready(len(self._waiting)))
 
     def _plan_running(self, step: Step, now: float) -> None:
+        max_pending = self._limits.max_pending
         for request in list(self._running):
             if request.slot is None:  # preempted by this plan, as are all behind it
                 break
             num_known = len(request.tokens) + request.num_pending
             count = num_known - request.planned
             # A request at its maximum length only waits for the sample in flight.
-            if count <= 0 or request.verifying or num_known >= request.longest:
+            if (
+                count <= 0
+                or request.verifying
+                or num_known >= request.longest
+                or request.num_pending > max_pending
+            ):
                 step.skip(request)
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
-            count = self._limits.chunk(count, step.budget)
-            if count == 0:
+            chunk = self._limits.chunk(count, step.budget)
+            if chunk == 0 or (chunk == count and not step.may_sample):
                 step.skip(request)
                 continue
+            count = chunk
             fresh: list[BlockId] | None = _NO_BLOCKS
             end = request.planned + count
             if request.drafts or self._limits.lookahead:
@@ -280,7 +301,7 @@ class Scheduler:
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
         awaits_prefix, count, blockers = False, 1, set()
-        while request is not None and openings > 0 and step.budget > 0 and self._slots:
+        while request is not None and openings > 0 and step.has_room and self._slots:
             if request.num_pending:  # preempted while its last sample is in flight
                 break
             blocker = self._blocker(request)

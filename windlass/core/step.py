@@ -47,6 +47,8 @@ class Step:
     limits: SchedulerLimits
     budget: int
     began: float = 0.0  # when it was planned
+    max_samples: int = 2**31
+    num_samples: int = 0  # rows that sample
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # set by `close`
@@ -54,6 +56,15 @@ class Step:
     skipped: list[tuple[Request, int]] | None = None  # running requests without a row
     verifies: bool = False  # rows have draft tokens; set by `close`
     _verifications: list[_PlannedRow] = field(default_factory=list)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a queued request may join."""
+        return self.budget > 0 and self.may_sample
+
+    @property
+    def may_sample(self) -> bool:
+        return self.num_samples < self.max_samples
 
     def _affordable_drafts(self, request: Request, count: int) -> tuple[int, ...]:
         """The draft tokens that fit the budget and the blocks at hand; none causes a preemption."""
@@ -92,6 +103,7 @@ class Step:
             request.timeline.num_chunks += 1
             self.num_prompt_tokens += min(end, request.num_prompt) - start
         if sample:
+            self.num_samples += 1
             request.num_pending += 1
             request.drafts = ()
 
@@ -153,7 +165,7 @@ class Step:
     def emit_decode(self, request: Request) -> bool:
         """Fast path of `emit` for one generated token in a block that the request already holds."""
         start = request.planned
-        if start < request.num_prompt or request.drafts:
+        if start < request.num_prompt or request.drafts or self.num_samples >= self.max_samples:
             return False
         if start + self.limits.lookahead >= request.room:
             return False
@@ -163,6 +175,7 @@ class Step:
         self.plan.rows.append(make_tuple(Row, values))
         self.members.append((request, request.generation))
         self.budget -= 1
+        self.num_samples += 1
         request.planned = start + 1
         request.num_pending += 1
         return True
