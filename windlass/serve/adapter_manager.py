@@ -18,7 +18,7 @@ from windlass.errors import (
 )
 from windlass.lora_config import below, check_adapter_name
 from windlass.serve import messages
-from windlass.serve.client import EngineClient
+from windlass.serve.handle import EngineHandle
 from windlass.serve.problems import AdminOnly
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -27,7 +27,7 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 class AdapterManager:
     """Checks an adapter's name and folder before the engine gets them."""
 
-    def __init__(self, client: EngineClient, roots: tuple[str, ...], base_name: str) -> None:
+    def __init__(self, client: EngineHandle, roots: tuple[str, ...], base_name: str) -> None:
         self._client = client
         self._roots = roots
         self._base_name = base_name

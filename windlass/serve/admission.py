@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
-from windlass.serve.client import EngineClient
+from windlass.serve.handle import EngineHandle
 from windlass.serve.health import Backlog
 
 _WINDOW_S = 30.0
@@ -70,7 +70,7 @@ class AdmissionControl:
     def __init__(
         self,
         config: ServeConfig,
-        client: EngineClient,
+        client: EngineHandle,
         on_reject: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,16 +1,13 @@
-"""The HTTP process's client of the engine process: requests, outputs, health and restarts.
+"""The HTTP process's client of the engine process: requests, outputs and calls.
 
-The client notices a dead engine process at once and a hung one by its missing heartbeat. It fails
-the requests of that process, reports it as unhealthy, and starts a new one with growing pauses and
-a limit. quarantine.py decides which requests may run again. This module does not know HTTP.
+supervisor.py starts, watches and restarts the process; the client fails the requests of a process
+that ended. quarantine.py decides which requests may run again. This module does not know HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import tempfile
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -27,12 +24,13 @@ from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change
-from windlass.serve.health import Backlog, Health, Heartbeat, RestartPolicy
+from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox
-from windlass.serve.loop import Build, Launch, Prepare
+from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import EngineProcess, build_error, refusal_error
 from windlass.serve.quarantine import Quarantine, fingerprint
 from windlass.serve.rpc import PendingCalls
+from windlass.serve.supervisor import EngineLaunch, EngineSupervisor
 
 T = TypeVar("T", bound=messages.Reply)
 
@@ -60,32 +58,21 @@ class EngineClient:
         restarts: RestartPolicy | None = None,
         prepare: Prepare = _no_preparation,
     ) -> None:
-        self._prepare = prepare
-        self._build = build
-        self._build_known = asyncio.Event()
-        if build is not None:
-            self._build_known.set()
-        self._hang_timeout = hang_timeout
-        self._restarts = restarts or RestartPolicy()
+        launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
+        self._supervisor = EngineSupervisor(launch, self)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._process: EngineProcess | None = None
-        self._supervisor: asyncio.Task[None] | None = None
         self._report: EngineReport | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._pending_calls = PendingCalls()
-        self._sleeping: asyncio.Event | None = None  # the process was stopped until this is set
-        self._num_launches = 0
-        self._heartbeat = Heartbeat(hang_timeout)
         self._quarantine = Quarantine()
-        self._down = "the engine has not been started"
         # Requests sent to this engine process, and those that it has not reported as received.
         self._num_sent = 0
         self._unseen: deque[int] = deque()  # prompt lengths
         self.stats = EngineStats()
         self.adapters = AdapterRegistry()
         self.num_finished = 0
-        self.failed = asyncio.Event()  # set when the engine is not restarted any more
+        self.failed = self._supervisor.failed
         # Called with the current and the previous stats of one engine process.
         self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
         # Called with the traces of ended requests; None: the engine died with those it had.
@@ -97,102 +84,37 @@ class EngineClient:
         """Start the engine and wait until it is ready; raises the build's error."""
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
         self._context = zmq.asyncio.Context()
-        report = await self._launch()
-        self._supervisor = asyncio.create_task(self._supervise())
-        return report
+        return await self._supervisor.start(self._context, Path(self._folder.name) / "engine")
 
     def build_with(self, build: Build) -> None:
         """Set the build function that was not known at construction."""
-        self._build = build
-        self._build_known.set()
+        self._supervisor.build_with(build)
 
-    async def _launch(self) -> EngineReport:
-        assert self._folder is not None
-        assert self._context is not None
-        self._num_launches += 1
+    async def close(self) -> None:
+        """Stop the engine process; requests still in flight end with an error."""
+        self.abort_all(WorkerDied("the server is shutting down."))
+        await self._supervisor.close()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def kill(self) -> None:
+        """Kill the engine process."""
+        self._supervisor.kill()
+
+    def on_launch(self) -> None:
         self._num_sent = 0
         self._unseen.clear()
         self.stats = EngineStats()
-        path = Path(self._folder.name) / f"engine-{self._num_launches}"
-        launch = Launch(f"ipc://{path}", path.with_suffix(".journal"), self._hang_timeout)
-        process = EngineProcess(self._context, launch, prepare=self._prepare, handle=self._handle)
-        try:
-            await self._build_known.wait()
-            assert self._build is not None
-            process.send_build(self._build)
-            self._report = await process.ready()
-        except BaseException:
-            process.kill()
-            await process.close()
-            raise
-        self._process = process
-        for change in self.adapters.sync_after_start(self._report.adapters):
-            process.send(change)
-        self._heartbeat.heard()
-        self._down = ""
-        return self._report
 
-    async def _supervise(self) -> None:
-        """Restart the engine whenever it dies; returns when the restart policy is exhausted."""
-        starts: deque[float] = deque()
-        try:
-            while self._process is not None:
-                process = self._process
-                how = await self._wait_for_end(process)
-                if self._sleeping is not None:
-                    await self._sleeping.wait()
-                if self._process is not process:  # `start_process` has replaced it
-                    continue
-                self._process = None
-                process.kill()
-                self._fail_all(how, process.running())
-                await process.close()
-                await self._restart(how, starts)
-        finally:
-            self.failed.set()
+    def on_ready(self, report: EngineReport) -> None:
+        self._report = report
+        for change in self.adapters.sync_after_start(report.adapters):
+            self._supervisor.running.send(change)
 
-    async def _wait_for_end(self, process: EngineProcess) -> str:
-        """Wait until the process has died or its heartbeat is lost; returns a description."""
-        heartbeat = self._heartbeat
-        ended = asyncio.create_task(process.ended())
-        try:
-            while True:
-                await asyncio.wait({ended}, timeout=heartbeat.interval_s or None)
-                heartbeat.tick()
-                hung = f"the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
-                if ended.done():
-                    how = process.describe_exit()
-                    return f"{hung}; {how}" if heartbeat.is_late else how
-                if heartbeat.is_lost and self._sleeping is None:
-                    return f"{hung} and was killed"
-        finally:
-            ended.cancel()
-
-    async def _restart(self, how: str, starts: deque[float]) -> None:
-        """Restart the engine as often as the policy allows; `starts` are the times of recent restarts."""
-        policy = self._restarts
-        while self._process is None:
-            now = time.monotonic()
-            while starts and now - starts[0] > policy.window_s:
-                starts.popleft()
-            if len(starts) >= policy.max_restarts:
-                self._down = (
-                    f"{how}; it was restarted {len(starts)} times and is not restarted again"
-                )
-                _log.error("%s", self._down)
-                return
-            pause = min(policy.first_pause_s * 2 ** len(starts), policy.max_pause_s)
-            starts.append(now)
-            _log.error("%s; restarting it in %.1f s", how, pause)
-            await asyncio.sleep(pause)
-            try:
-                await self._launch()
-            except (EngineError, OSError, zmq.ZMQError) as error:
-                how = f"the engine could not be restarted: {error}"
-
-    def _fail_all(self, how: str, running: frozenset[bytes]) -> None:
-        """Fail all requests of a dead engine; `running`: fingerprints of the requests it was running."""
-        self._down = f"{how}. It is being restarted"
+    def on_end(self, how: str, running: frozenset[bytes]) -> None:
+        """Fail all requests of a dead engine."""
         quarantine = self._quarantine
         quarantine.strike(running, how)
         started = quarantine.in_flight(running)
@@ -207,26 +129,6 @@ class EngineClient:
         self.adapters.fail(how)
         if self.on_traces is not None:
             self.on_traces(None)
-
-    async def close(self) -> None:
-        """Stop the engine process; requests still in flight end with an error."""
-        self._down = "the server is shutting down"
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})
-        self.abort_all(WorkerDied("the server is shutting down."))
-        if self._process is not None:
-            await self._process.close()
-            self._process = None
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    def kill(self) -> None:
-        """Kill the engine process."""
-        if self._process is not None:
-            self._process.kill()
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -269,7 +171,7 @@ class EngineClient:
 
         Untracked requests (the server's own probes) are never blocked.
         """
-        process = self._running
+        process = self._supervisor.running
         for request in requests:
             if request.request_id in self._inboxes:
                 raise RequestError(
@@ -300,8 +202,9 @@ class EngineClient:
         inbox = self._inboxes.get(request_id)
         if inbox is None:
             return
-        if self._process is not None and not self._quarantine.is_held(request_id):
-            self._process.send(messages.Abort(request_id))
+        process = self._supervisor.process
+        if process is not None and not self._quarantine.is_held(request_id):
+            process.send(messages.Abort(request_id))
         self._forget(request_id, completed)
         inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
@@ -318,8 +221,8 @@ class EngineClient:
         inbox.open_ids.discard(request_id)
         self.num_finished += 1
         released = self._quarantine.leave(request_id, completed)
-        if self._process is not None:
-            self._send_adds(self._process, released)
+        if self._supervisor.process is not None:
+            self._send_adds(self._supervisor.process, released)
 
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix cache of unused blocks; returns their number."""
@@ -346,26 +249,19 @@ class EngineClient:
         await self._sleep_or_wake(messages.Wake)
 
     async def _sleep_or_wake(self, call: type[messages.Sleep] | type[messages.Wake]) -> None:
-        with self._heartbeat.paused():
+        with self._supervisor.expect_silence():
             reply = await self._call(call, messages.MemoryReply, _SLEEP_TIMEOUT_S)
         if reply.kind:
             raise build_error(reply.kind, reply.message)
 
     async def stop_process(self) -> None:
         """Stop the engine process until `start_process`; no request may be in flight."""
-        process = self._running
-        self._sleeping = asyncio.Event()
-        self._down = "the engine process was stopped until the server is woken"
-        self._process = None
-        self._pending_calls.fail(self._down)
-        await process.close()
+        await self._supervisor.stop_process()
+        self._pending_calls.fail("the engine process was stopped until the server is woken")
 
     async def start_process(self) -> None:
         """Start the engine again; on an error it stays stopped."""
-        assert self._sleeping is not None
-        await self._launch()
-        self._sleeping.set()
-        self._sleeping = None
+        await self._supervisor.start_process()
 
     async def _call(
         self,
@@ -373,23 +269,14 @@ class EngineClient:
         reply_type: type[T],
         timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> T:
-        send = self._running.send
+        send = self._supervisor.running.send
         return await self._pending_calls.call(make_call, reply_type, send=send, timeout_s=timeout_s)
-
-    @property
-    def _running(self) -> EngineProcess:
-        if self._process is None:
-            raise WorkerDied(f"{self._down}. Try again in a moment.")
-        if self._heartbeat.is_late:
-            raise WorkerDied(f"{self._silence}. Try again in a moment.")
-        return self._process
 
     async def change_adapter(self, change: Change) -> int:
         """Load or unload an adapter; returns the number of running requests that still use it."""
-        return await self.adapters.change(change, self._running.send)
+        return await self.adapters.change(change, self._supervisor.running.send)
 
-    def _handle(self, message: messages.FromEngine) -> None:
-        self._heartbeat.heard()
+    def on_message(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Outputs(outputs):
                 inboxes = self._inboxes
@@ -432,13 +319,13 @@ class EngineClient:
     def report(self) -> EngineReport:
         """The engine's report of its last start."""
         if self._report is None:
-            raise EngineError(self._down)
+            raise EngineError(self.health().reason)
         return self._report
 
     @property
     def pid(self) -> int | None:
         """The engine's process id; None while no process runs."""
-        return self._process.pid if self._process is not None else None
+        return self._supervisor.pid
 
     @property
     def num_in_flight(self) -> int:
@@ -455,17 +342,9 @@ class EngineClient:
             num_tokens=stats.num_waiting_tokens + unseen,
         )
 
-    @property
-    def _silence(self) -> str:
-        return f"the engine hangs: no heartbeat for {self._heartbeat.silent_s:.1f} s"
-
     def health(self) -> Health:
         """Whether the engine would answer a request now, and the reason if not."""
-        if self._process is None:
-            return Health(False, self._down)
-        if self._heartbeat.is_late:
-            return Health(False, self._silence)
-        return Health(True)
+        return self._supervisor.health()
 
 
 def _end_error(

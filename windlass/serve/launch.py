@@ -22,8 +22,8 @@ from typing import Any
 
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
-from windlass.serve.client import EngineClient
 from windlass.serve.descriptors import raise_descriptor_limit
+from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
 
 _log = logging.getLogger("windlass.serve")
@@ -38,14 +38,14 @@ OpenCard = Callable[[], ModelCard]
 class ServerParts:
     """What a server is started with. `open_card` may also pass the build to `client`."""
 
-    client: EngineClient
+    client: EngineHandle
     open_card: OpenCard
     config: ServeConfig
     listener: socket.socket
     on_ready: OnReady
 
 
-def serve(client: EngineClient, open_card: OpenCard, config: ServeConfig, on_ready: OnReady) -> int:
+def serve(client: EngineHandle, open_card: OpenCard, config: ServeConfig, on_ready: OnReady) -> int:
     """Serve until a signal arrives or the engine has failed for good; returns the exit code.
 
     `open_card` runs while the engine process starts, and may pass it the build.

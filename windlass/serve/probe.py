@@ -17,7 +17,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import PROBE_PRIORITY, EngineStats, NewRequest
 from windlass.errors import EngineError
-from windlass.serve.client import EngineClient
+from windlass.serve.handle import EngineHandle
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.1  # the interval of the engine's stats
@@ -37,7 +37,7 @@ class GenerateProbe:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineHandle,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

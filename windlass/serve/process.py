@@ -1,6 +1,6 @@
 """One engine process as the HTTP process sees it: start, messages, exit.
 
-client.py knows its requests and decides about restarts.
+client.py knows its requests, and supervisor.py decides about restarts.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import WorkerDied
 from windlass.serve.app import create_app
-from windlass.serve.client import EngineClient
 from windlass.serve.connections import ConnectionLimits, Connections
 from windlass.serve.descriptors import connection_cap
+from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, url_of
 from windlass.serve.response import with_direct_send
 from windlass.serve.services import make_services
@@ -71,7 +71,7 @@ class Server:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineHandle,
         card: ModelCard,
         *,
         config: ServeConfig,

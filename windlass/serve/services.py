@@ -12,9 +12,9 @@ from windlass.core.card import ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import AdmissionControl
-from windlass.serve.client import EngineClient
 from windlass.serve.cost import CostTracker, make_cost_tracker
 from windlass.serve.desk import Desk
+from windlass.serve.handle import EngineHandle
 from windlass.serve.keys import Keys
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
@@ -33,7 +33,7 @@ _log = logging.getLogger("windlass.serve")
 class Services:
     """Dependencies of the endpoints. The engine behind `client` need not be running yet."""
 
-    client: EngineClient
+    client: EngineHandle
     card: ModelCard
     config: ServeConfig
     preparer: Preparer
@@ -60,7 +60,7 @@ class Services:
             self.recorder.close()
 
 
-def make_services(client: EngineClient, card: ModelCard, config: ServeConfig) -> Services:
+def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
     keys = Keys.of(config)
     metrics = Metrics(card.name)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windlass.errors import UnsupportedError, WorkerDied
-from windlass.serve.client import EngineClient
 from windlass.serve.desk import Desk
+from windlass.serve.handle import EngineHandle
 from windlass.serve.problems import Busy, Sleeping
 
 Mode = Literal["wait", "refuse", "abort"]
@@ -34,7 +34,7 @@ class SleepResult:
 class Sleeper:
     """Owns the sleep state. Changes run one at a time; concurrent callers wait."""
 
-    def __init__(self, client: EngineClient, desk: Desk) -> None:
+    def __init__(self, client: EngineHandle, desk: Desk) -> None:
         self._client = client
         self._desk = desk
         self._lock = asyncio.Lock()
