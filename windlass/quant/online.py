@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from windlass.kernels.linears import Linears
@@ -21,6 +22,7 @@ class Online(PackedMethod):
     def __init__(self, scheme: Scheme, linears: Linears) -> None:
         super().__init__(scheme.name, linears)
         self._scheme = scheme
+        self._outlines: dict[tuple[torch.Size, torch.dtype], Packed] = {}  # of meta tensors
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         rows, columns = self._scheme.block or (1, 1)
@@ -39,4 +41,11 @@ class Online(PackedMethod):
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
         del shape
         # The shard's group size is the whole weight's: sizes that divide the shard divide the whole.
-        return quantise(part["weight"], self._scheme)
+        weight = part["weight"]
+        if not weight.is_meta:
+            return quantise(weight, self._scheme)
+        # Hundreds of experts have the same shape, and rounding a meta tensor takes milliseconds.
+        key = weight.shape, weight.dtype
+        if key not in self._outlines:
+            self._outlines[key] = quantise(weight, self._scheme)
+        return self._outlines[key]
