@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Parts, kernel_need, kv_layout, make_network
 from windlass.models.source import resolve
+from windlass.models.stages import Stage
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.slots import SlotTables
 
@@ -70,18 +73,31 @@ def our_logits(
     return logits_of(spec, checkpoint, ids, chunks=chunks, plain=plain)
 
 
+def make_parts(spec: HParams, plain: bool = False) -> Parts:
+    ops = choose_ops(kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain))
+    return Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
+
+
 def logits_of(
-    spec: HParams, checkpoint: Checkpoint, ids: list[int], *, chunks: list[int], plain: bool = False
+    spec: HParams,
+    checkpoint: Checkpoint,
+    ids: list[int],
+    *,
+    chunks: list[int],
+    plain: bool = False,
+    stages: Sequence[Stage] = (),
 ) -> torch.Tensor:
     """Logits of all positions, computed in chunks, with shuffled KV blocks."""
-    ops = choose_ops(kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain))
-    parts = Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
-    network = make_network(spec, parts)
-    load(network, checkpoint, CPU)
-    network.check()
     layout = kv_layout(spec, 4, torch.float32)
     num_groups = len(layout.groups)
-    cache = KVCache(layout, 16 * num_groups, torch.float32, CPU)
+    networks, caches = [], []
+    for stage in stages or [Stage(0, spec.num_layers, spec.num_layers)]:
+        network = make_network(spec, replace(make_parts(spec, plain), stage=stage))
+        load(network, checkpoint, CPU)
+        network.check()
+        networks.append(network)
+        own = layout.stage(stage.layers)
+        caches.append(KVCache(own, 16 * num_groups, torch.float32, CPU))
     slots = SlotTables(1, 16, 4, CPU, num_groups=num_groups)
     admission = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
     free = [5, 3, 9, 1, 0, 15, 7, 2, 4, 6, 8, 10, 11, 12, 13, 14]
@@ -94,8 +110,10 @@ def logits_of(
             held = need_blocks
             row = Row("r", 0, start, count, tuple(ids[start : start + count]), blocks, True)
             plan = StepPlan([row], [admission] if start == 0 else [])
-            tokens, batch = make_batch(plan, slots, cache.layers)
-            outputs.append(network.logits(network(tokens, batch)))
+            x, batch = make_batch(plan, slots, caches[0].layers)
+            for network, cache in zip(networks, caches, strict=True):
+                x = network(x, replace(batch, kv=cache.layers))
+            outputs.append(networks[-1].logits(x))
             start += count
     assert start == len(ids)
     return torch.cat(outputs)

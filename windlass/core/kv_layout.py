@@ -26,7 +26,7 @@ _MAX_GROUPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
-    """Layers that share a block table.
+    """Layers that share a block table. A pipeline stage may have none of a group's layers.
 
     `page` is one layer's part of a block: [2, heads, block size, dim] with keys and values, [block
     size, dim] with latent vectors, [values] with a state. Codes have a scale per vector.
@@ -40,7 +40,6 @@ class KVGroup:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.layers, "a group has layers"
         assert (self.kind == "window") == (self.window is not None), self
         assert self.window is None or self.window > 0, self
         assert self.kind != "state" or not self.scale_bytes, "a state is not quantised"
@@ -165,6 +164,19 @@ class KVLayout:
                 high = middle - 1
         return low
 
+    def stage(self, layers: range) -> KVLayout:
+        """The layout of some layers, numbered from 0, with all groups: block ids are those of all stages."""
+        return KVLayout(
+            tuple(
+                replace(
+                    group,
+                    layers=tuple(layer - layers.start for layer in group.layers if layer in layers),
+                )
+                for group in self.groups
+            ),
+            self.block_size,
+        )
+
     def without_windows(self) -> KVLayout:
         """The same layers with every block kept, for readers that look behind the windows."""
         if all(group.window is None for group in self.groups):
@@ -204,7 +216,6 @@ def _split(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
 
 
 def _parts(group: KVGroup, count: int) -> Iterable[KVGroup]:
-    """Cut a group into `count` groups of about as many layers."""
-    size = -(-len(group.layers) // count)
-    for at in range(0, len(group.layers), size):
-        yield replace(group, layers=group.layers[at : at + size])
+    """Cut a group into `count` groups of about as many layers, also among those of a pipeline stage."""
+    for at in range(count):
+        yield replace(group, layers=group.layers[at::count])

@@ -6,6 +6,7 @@ names list rules (tensor_rules.py).
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import cast
 
@@ -37,8 +38,13 @@ from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
+from windlass.models.stages import Stage
 from windlass.parallel.mesh import SingleRank
 from windlass.quant.packed_method import PackedMethod
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Modules of the first and of the last pipeline stage.
+_FIRST, _LAST = ("model.embed_tokens.", "model.embed_positions."), ("model.norm.", "lm_head.")
 
 
 class Block(nn.Module):
@@ -48,12 +54,13 @@ class Block(nn.Module):
     a kernel can fuse a GEMM with the norm after it.
     """
 
-    def __init__(self, index: int, hparams: HParams, parts: Parts) -> None:
+    def __init__(self, index: int, hparams: HParams, parts: Parts, first: int = 0) -> None:
+        """`first`: the first layer of this rank's stage."""
         super().__init__()
         placement = hparams.norm.placement
         self._scale = hparams.residual_scale
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
-        self.self_attn = _attention(index, hparams, parts)
+        self.self_attn = _attention(index, hparams, parts, index - first)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
@@ -118,19 +125,27 @@ class Block(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, decoder layers and the last norm."""
+    """Embedding, decoder layers and the last norm, as far as they belong to the stage."""
 
-    def __init__(self, hparams: HParams, parts: Parts, table: TiedEmbedding | None = None) -> None:
+    def __init__(
+        self, hparams: HParams, parts: Parts, stage: Stage, table: TiedEmbedding | None = None
+    ) -> None:
         super().__init__()
-        self.embed_tokens = table or _embedding(hparams, parts)
+        self.stage = stage
+        self.embed_tokens: nn.Module | None = None
         self._scale = torch.tensor(hparams.embedding_scale, dtype=parts.dtype, device="cpu").item()
         self.embed_positions: Embedding | None = None
-        if hparams.learned_positions:
-            sizes = hparams.learned_positions, hparams.hidden_size
-            self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
-        self.layers = nn.ModuleList(Block(i, hparams, parts) for i in range(hparams.num_layers))
-        self.norm = norm_of(hparams, parts)
-        self._ropes = [hparams.rope_of(layer) for layer in range(hparams.num_layers)]
+        if stage.is_first:
+            self.embed_tokens = table or _embedding(hparams, parts)
+            if hparams.learned_positions:
+                sizes = hparams.learned_positions, hparams.hidden_size
+                self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
+        self.layers = nn.ModuleList()
+        for index in stage.layers:  # under the checkpoint's number, also on later stages
+            self.layers.add_module(str(index), Block(index, hparams, parts, stage.start))
+        # Stages exchange the residual stream: the next one normalises it.
+        self.norm = norm_of(hparams, parts) if stage.is_last else NoNorm()
+        self._ropes = [hparams.rope_of(layer) for layer in stage.layers]
         self.rotary = nn.ModuleList(
             _rotary(rope, parts) for rope in dict.fromkeys(self._ropes) if rope is not None
         )
@@ -145,27 +160,36 @@ class DecoderModel(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """The token embeddings, scaled."""
+        assert self.embed_tokens is not None, "only the first stage has the embedding"
         x = self.embed_tokens(ids)
         return x if self._scale == 1.0 else x * self._scale
 
     def forward(
-        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+        self, inputs: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         norms = [cast(Norm, block.input_layernorm) for block in self.layers]
         first, *next_norms = norms
         unquantised = batch.adapters is not None
-        embedded = self.embed(ids)
-        if self.embed_positions is not None:
-            embedded = embedded + self.embed_positions(batch.positions)
-        x, residual = first.add(embedded, None, unquantised)
-        tables = self.cos_sin
-        for i, (block, norm) in enumerate(zip(self.layers, [*next_norms, self.norm], strict=True)):
+        x, residual = first.add(self._residual(inputs, batch), None, unquantised)
+        layers, tables = self.stage.layers, self.cos_sin
+        blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
+        for i, block, norm in blocks:
             if aux_hidden_states is not None and i in aux_hidden_states:
                 aux_hidden_states[i] = residual.clone()  # layers may change it in place
-            logits_indices = batch.logits_indices if norm is self.norm else None
-            x, residual = block(x, residual, norm, batch, tables[i], logits_indices)
+            is_final = i + 1 == self.stage.num_layers
+            logits_indices = batch.logits_indices if is_final else None
+            x, residual = block(x, residual, norm, batch, tables[i - layers.start], logits_indices)
         assert isinstance(x, Tensor)  # the last norm never quantises its output
         return x
+
+    def _residual(self, inputs: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream before this stage's first layer."""
+        if not self.stage.is_first:
+            return inputs
+        embedded = self.embed(inputs)
+        if self.embed_positions is not None:
+            embedded = embedded + self.embed_positions(batch.positions)
+        return embedded
 
 
 def norm_of(hparams: HParams, parts: Parts) -> RMSNorm | LayerNorm:
@@ -191,8 +215,8 @@ def _rotary(rope: RopeConfig, parts: Parts) -> Rotary:
     )
 
 
-def _attention(index: int, hparams: HParams, parts: Parts) -> Attention | MLA:
-    """The layer's attention over keys and values, or over latents."""
+def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Attention | MLA:
+    """The layer's attention over keys and values, or over latents; `kv_index`: in the KV cache."""
     method_for = partial(parts.method_for, f"model.layers.{index}.self_attn.")
     if hparams.mla is not None:
         assert hparams.attention_scale is not None
@@ -204,7 +228,7 @@ def _attention(index: int, hparams: HParams, parts: Parts) -> Attention | MLA:
             split_up=hparams.mla.split_up,
         )
         return MLA(
-            index=index,
+            index=kv_index,
             shape=shape,
             method_for=method_for,
             ops=parts.ops,
@@ -212,7 +236,7 @@ def _attention(index: int, hparams: HParams, parts: Parts) -> Attention | MLA:
             dtype=parts.dtype,
         )
     return Attention(
-        index=index,
+        index=kv_index,
         shape=_attention_shape(index, hparams),
         method_for=method_for,
         ops=parts.ops,
@@ -287,10 +311,11 @@ def _embedding(hparams: HParams, parts: Parts) -> nn.Module:
 
 
 class Decoder(Network):
-    """The whole network. `lm_head` shares the embedding's weight if the embeddings are tied."""
+    """The network, or a stage of it. `lm_head` shares the embedding's weight if the embeddings are tied."""
 
     def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
+        stage = parts.stage or Stage(0, hparams.num_layers, hparams.num_layers)
         self.tied = hparams.tie_embeddings
         self._ops = parts.ops
         self._logit_scale = hparams.logit_scale
@@ -309,8 +334,18 @@ class Decoder(Network):
             head.parts[name], head.num_in
         )
         table = TiedEmbedding(head, parts.dtype) if self.tied and reads_rows else None
-        self.model = DecoderModel(hparams, parts, table)
-        self.lm_head = head
+        self.model = DecoderModel(hparams, parts, stage, table)
+        # The first stage keeps a tied head as its table.
+        has_head = stage.is_last or (stage.is_first and table is not None)
+        self.lm_head = head if has_head else None
+
+    def is_elsewhere(self, name: str) -> bool:
+        stage = self.model.stage
+        if found := _LAYER.match(name):
+            return int(found[1]) < stage.num_layers and int(found[1]) not in stage.layers
+        return (not stage.is_first and name.startswith(_FIRST)) or (
+            not stage.is_last and name.startswith(_LAST)
+        )
 
     @classmethod
     def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
@@ -340,11 +375,12 @@ class Decoder(Network):
         return self.model.embed(ids)
 
     def forward(
-        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+        self, inputs: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
-        return self.model(ids, batch, aux_hidden_states)
+        return self.model(inputs, batch, aux_hidden_states)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        assert self.lm_head is not None, "only the last stage has the head"
         logits = self.lm_head(hidden, adapters)
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale

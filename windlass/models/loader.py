@@ -7,6 +7,7 @@ layer is finished before the next is read, so that peak memory exceeds the resul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ def load(
         target for path, module in network.named_modules() for target in _targets(path, module)
     ]
     if known:
-        _check_names(targets, known, network.tied)
+        _check_names(targets, known, network)
     reader = _Reader(checkpoint, device, progress)
     _fill(network, reader.read, known)
 
@@ -73,6 +74,16 @@ def outline(network: Network) -> None:
         return torch.empty(shape, dtype=target.spec.dtype, device="meta")
 
     _fill(network, empty, ())
+
+
+def stored_bytes(network: Weights) -> dict[str, int]:
+    """Bytes of all ranks' tensors of a network, by their names in the checkpoint."""
+    return {
+        target.name: math.prod(max(size, 0) for size in target.spec.shape)
+        * target.spec.dtype.itemsize
+        for path, module in network.named_modules()
+        for target in _targets(path, module)
+    }
 
 
 def _fill(
@@ -212,7 +223,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_names(targets: Collection[_TensorTarget], known: Collection[str], tied: bool) -> None:
+def _check_names(
+    targets: Collection[_TensorTarget], known: Collection[str], network: Weights
+) -> None:
     """Raise for a parameter without a tensor, and for a tensor without a parameter."""
     names = set(known)
     missing = [
@@ -221,7 +234,9 @@ def _check_names(targets: Collection[_TensorTarget], known: Collection[str], tie
     unused = sorted(
         name
         for name in names - {target.name for target in targets}
-        if not name.endswith(_DERIVED) and not (tied and name == "lm_head.weight")
+        if not name.endswith(_DERIVED)
+        and not (network.tied and name == "lm_head.weight")
+        and not network.is_elsewhere(name)
     )
     also = f" It has {len(unused)} unknown tensors: {_summary(unused)}." if unused else ""
     if missing:

@@ -27,6 +27,7 @@ from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams
+from windlass.models.stages import Stage
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
 from windlass.quant.packed_method import PackedMethod
@@ -51,12 +52,18 @@ class Parts:
     table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
     workers: Workers = field(default_factory=Workers)  # of native kernels
     experts: ExpertKernels | None = None  # None: the reference
+    stage: Stage | None = None  # the layers that this rank computes; None: all
 
 
 class Weights(nn.Module):
     """A module that the loader fills from a checkpoint."""
 
     tied = False  # whether the head shares the embedding's weight in the checkpoint
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another pipeline stage reads this tensor of the checkpoint."""
+        del name
+        return False
 
     def storages(self) -> Iterator[Held]:
         yield from held("weights", *self.parameters(), *self.buffers())
@@ -112,10 +119,12 @@ class Network(Weights):
 
     @abstractmethod
     def forward(
-        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+        self, inputs: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         """Hidden states of the batch's logits tokens [tokens, hidden]; writes the KV cache of all.
 
+        `inputs` are token ids. A pipeline stage after the first reads the residual stream of the stage
+        before, and a stage before the last returns it, of all tokens.
         The keys of `aux_hidden_states` are layer indices; each value is set to a copy of the
         residual stream before that layer.
         """

@@ -17,9 +17,11 @@ from torch import nn
 from windlass.config import EngineConfig, Limits, SpecConfig
 from windlass.errors import ConfigError
 from windlass.kernels.batch import KVCache
+from windlass.models.decoder import DecoderModel
 from windlass.models.hparams import HParams
 from windlass.models.network import Network
 from windlass.models.source import ModelFiles
+from windlass.models.stages import Stage
 from windlass.runner.assemble import Assembled
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.draft_runner import DraftRunner, DraftRunnerProposer, open_draft_runner
@@ -59,6 +61,7 @@ def first_layers(network: Network, count: int) -> Network:
     """A network of the same modules that uses only the first layers."""
     twin, trunk = _shallow_copy(network), _shallow_copy(cast(nn.Module, network.model))
     trunk.layers = nn.ModuleList(list(cast(nn.ModuleList, trunk.layers))[:count])
+    cast(DecoderModel, trunk).stage = Stage(0, count, count)
     twin.model = trunk
     return cast(Network, twin)
 

@@ -1,0 +1,64 @@
+"""Cuts the layers of a network into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from windlass.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers [start, stop) of a network, which one rank computes.
+
+    The first stage has the embedding, the last one the final norm and the head.
+    """
+
+    start: int
+    stop: int
+    num_layers: int  # of the whole network
+
+    @property
+    def layers(self) -> range:
+        return range(self.start, self.stop)
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.num_layers
+
+
+def cut_stages(costs: Sequence[int], num_stages: int) -> list[Stage]:
+    """Cut layers into stages so that the most expensive one costs as little as possible.
+
+    `costs` are those of each layer, with the head's in the last one.
+    """
+    num_layers = len(costs)
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages}: the model has {num_layers} layers, and every "
+            f"stage needs one. Use 1 to {num_layers}."
+        )
+    before = [0, *accumulate(costs)]
+
+    @cache
+    def best(start: int, count: int) -> tuple[int, int, tuple[int, ...]]:
+        """The highest cost, the sum of squares and the ends of the stages from layer `start` on."""
+        if count == 1:
+            own = before[-1] - before[start]
+            return own, own**2, (num_layers,)
+        found = []
+        for stop in range(start + 1, num_layers - count + 2):
+            own = before[stop] - before[start]
+            highest, squares, ends = best(stop, count - 1)
+            found.append((max(own, highest), own**2 + squares, (stop, *ends)))
+        return min(found)
+
+    _, _, ends = best(0, num_stages)
+    return [Stage(start, stop, num_layers) for start, stop in pairwise((0, *ends))]
