@@ -28,7 +28,11 @@ KINDS |= {"fp8 with 16-bit activations": "eight", "wide": "wide", "fp8": "fp8"}
 
 
 def expert_gemm(
-    plan: int, model: tuple[int, int, int, int], gated: bool, form: str = "wide"
+    plan: int,
+    model: tuple[int, int, int, int],
+    gated: bool,
+    form: str = "wide",
+    divided: bool = False,
 ) -> tuple:
     """A GEMM of a plan of `PLANS`."""
     pointers, group, super_group = FORMS[form]
@@ -61,16 +65,21 @@ def expert_gemm(
         "ROWS": max(16, chosen.rows),
         "OUTPUTS": tiling.outputs,
         "BLOCK_K": tiling.block_k if form == "wide" else 128,
+        "DIVIDED": divided,
     }
     warps = experts.num_warps(KINDS.get(form, "four"), chosen.rows, tiling)
     options = {"num_warps": warps, "num_stages": tiling.stages}
     return experts_kernels.expert_gemm_kernel, signature, constants, options
 
 
-def routing(groups: int, size: int, top_k: int, top_k_pad: int, counted: bool) -> tuple:
+def routing(
+    groups: int, size: int, top_k: int, top_k_pad: int, counted: bool, divided: bool = False
+) -> tuple:
     signature = {"logits": X, "bias": F, "weights": F, "experts": I, "scale": "fp32"}
     if counted:
         signature |= {"counts": I, "places": I}
+    if divided:
+        signature |= {"expert_map": I, "local": I, "load": "*i64"}
     constants: dict[str, Any] = {
         **{"NUM_GROUPS": groups, "GROUP_SIZE": size, "TOP_GROUPS": max(1, groups // 2)},
         **{"TOP2": True, "TOP_K": top_k, "SIGMOID": groups > 1, "NORMALISED": True},
@@ -83,6 +92,7 @@ EXPERTS = {
     "route, softmax": routing(1, 128, 8, 8, False),
     "route, groups": routing(8, 32, 8, 8, True),
     "route, 512 experts": routing(1, 512, 10, 16, True),
+    "route, groups divided among ranks": routing(8, 32, 8, 8, True, divided=True),
     "sort pairs": (
         experts_routing.sort_kernel,
         dict.fromkeys(("experts", "counts", "places", "pairs", "tile_experts", "tile_rows"), I)
@@ -96,6 +106,14 @@ EXPERTS = {
         {"SIZE": 2880, "TOP_K": 4, "WIDTH": 512},
         {},
     ),
+    "combine experts of other ranks": (
+        experts_kernels.combine_kernel,
+        {"rows": X, "weights": F, "local": I, "out": X},
+        {"SIZE": 2880, "TOP_K": 4, "WIDTH": 512},
+        {},
+    ),
+    "gate_up of single pairs, experts divided": expert_gemm(0, QWEN3, True, divided=True),
+    "down of single pairs, experts divided": expert_gemm(0, QWEN3, False, divided=True),
     "quantise inputs of experts": (
         experts_kernels.quantise_inputs_kernel,
         {"x": X, "codes": FP8, "scales": F, "M": "i32"},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.kernels.divided_experts import check_choice, held
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
 from windlass.kernels.packed import Int8Group
 from windlass.kernels.reference_experts import route
@@ -117,3 +120,18 @@ def test_packed_experts_are_cut_by_rows() -> None:
     found = kernels.prepare(ExpertWeights(down=packed, **common))  # type: ignore[arg-type]
     expected = kernels.prepare(ExpertWeights(down=packed.dequantise(), **common))  # type: ignore[arg-type]
     torch.testing.assert_close(found.mlp.apply(x, logits), expected.mlp.apply(x, logits))
+
+
+def test_the_sum_over_ranks_is_the_whole() -> None:
+    activation = ExpertActivation(kind="clamped", interleaved=True)
+    weights = make_weights(Routing(num_experts=5, top_k=3), activation)
+    kernels = ExpertKernels(CPU, torch.float32, plain=True, count_load=True)
+    for tokens in (1, 9):
+        x, logits = torch.randn(tokens, 24), torch.randn(tokens, 5)
+        total, chosen = torch.zeros_like(x), torch.empty(tokens, 3, dtype=torch.int32)
+        for experts in ((4, 0), (1, 3), (2,)):
+            prepared = kernels.prepare(held(weights, experts))
+            total += prepared.mlp.apply(x, logits, chosen)
+            check_choice(replace(weights, load=prepared.load), logits, chosen, calls=1)
+        want = kernels.prepare(weights).mlp.apply(x, logits)
+        torch.testing.assert_close(total, want)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import Check
+from tests.kernels.divided_experts import check_choice, held
 from tests.kernels.test_interpreted import INTERPRETED, inside
 from windlass.kernels import reference_experts
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
@@ -190,6 +191,33 @@ def test_packed_experts(gate_up: str, down: str, bound: float, tokens: int, rows
         plain = make_weights(replace(ROUTING, num_experts=3), CLAMPED, 128, 192, biased=True)
     weights = replace(plain, gate_up=packed(plain.gate_up, gate_up), down=packed(plain.down, down))
     check(weights, tokens, rows, tiling=(256, 128), spreads=(1.0,), bound=bound)
+
+
+@inside
+@pytest.mark.parametrize("form", ["plain", "fp8-block", "mxfp4"])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (7, 1), (1, 16), (21, 16)])
+def test_the_sum_over_ranks_is_the_whole(form: str, tokens: int, rows: int) -> None:
+    from windlass.kernels.triton.experts import Plan, Tiling, TritonExperts
+
+    weights = make_weights(ROUTING, hidden=128, inner=64, biased=True)
+    assert isinstance(weights.gate_up, torch.Tensor)
+    if form != "plain":
+        weights = replace(weights, gate_up=packed(weights.gate_up, form))
+    kernel = TritonExperts(plans=(Plan(float("inf"), rows, Tiling(64, 32), Tiling(64, 32)),))
+    x, logits = torch.randn(tokens, 128), torch.randn(tokens, 6)
+    chosen = torch.empty(tokens, 2, dtype=torch.int32)
+    total = torch.zeros_like(x)
+    for experts in ((5, 0), (3,), (1, 2, 4)):
+        local = held(weights, experts)
+        assert kernel.refuse(local, CPU, torch.float32) is None
+        mlp = kernel.prepare(local, torch.float32)
+        # Rows of other ranks' pairs are never written: NaN there must not matter.
+        torch.use_deterministic_algorithms(True)
+        total += mlp.apply(x, logits, chosen)
+        torch.use_deterministic_algorithms(False)
+        check_choice(local, logits, chosen, calls=1)
+    want = kernel.prepare(weights, torch.float32).apply(x, logits)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
 
 
 @inside

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from windlass.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
@@ -40,3 +42,39 @@ class ExpertActivation:
     interleaved: bool = False  # rows of gate_up alternate: gate 0, up 0, gate 1, ...
     alpha: float = 1.702
     limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """The experts of one layer that each rank holds; the ranks' numbers of experts differ by at most one."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = [expert for rank in self.ranks for expert in rank]
+        sizes = [len(rank) for rank in self.ranks]
+        if sorted(held) != list(range(len(held))):
+            raise ConfigError(
+                f"an expert placement must have each of its {len(held)} experts once, numbered from "
+                f"0; it has {sorted(held)}."
+            )
+        if min(sizes) == 0 or max(sizes) - min(sizes) > 1:
+            raise ConfigError(
+                f"the ranks of an expert placement hold {sizes} experts. Each needs at least one, and "
+                "the numbers may differ by at most one."
+            )
+
+    @classmethod
+    def contiguous(cls, num_experts: int, num_ranks: int) -> ExpertPlacement:
+        """Neighbouring experts on one rank."""
+        if num_ranks > num_experts:
+            raise ConfigError(
+                f"{num_experts} experts cannot be spread over {num_ranks} ranks: each needs at least "
+                "one. Choose fewer ranks, or omit --enable-expert-parallel."
+            )
+        ends = [rank * num_experts // num_ranks for rank in range(num_ranks + 1)]
+        return cls(tuple(tuple(range(*ends[rank : rank + 2])) for rank in range(num_ranks)))
+
+    @property
+    def num_experts(self) -> int:
+        return sum(len(rank) for rank in self.ranks)

@@ -1,7 +1,7 @@
 """Mixture-of-experts MLPs: their sizes and routing, the kernel interface, and the choice of a kernel.
 
-Weights are stacked along the outputs: expert e's gate and up rows are rows [2 e I, 2 (e + 1) I) of
-`gate_up`, its down rows are rows [e H, (e + 1) H) of `down`. So each packed form serves experts, too.
+Weights are stacked along the outputs: gate and up rows of the expert at index i are rows [2 i I, 2 (i + 1) I)
+of `gate_up`, its down rows are rows [i H, (i + 1) H) of `down`. So each packed form serves experts, too.
 A new kernel is one file and one line in `_CANDIDATES`; reference_experts.py is the definition.
 """
 
@@ -42,23 +42,43 @@ _REFERENCE = "windlass.kernels.reference_experts:ReferenceExperts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """All experts of one layer, as the checkpoint's format packs them."""
+    """The experts of one layer that this rank holds, as the checkpoint's format packs them.
 
-    gate_up: Packed | Tensor  # [E * 2 I, H]
-    down: Packed | Tensor  # [E * H, I]
+    With expert parallelism these are L of E experts; their sum is this rank's part of the result.
+    """
+
+    gate_up: Packed | Tensor  # [L * 2 I, H]
+    down: Packed | Tensor  # [L * H, I]
     routing: Routing
+    experts: tuple[int, ...] | None = None  # of this rank, in the order of the stack; None: all
+    load: Tensor | None = None  # int64 [E]: counts the tokens of each expert
     activation: ExpertActivation = field(default_factory=ExpertActivation)
     correction_bias: Tensor | None = None  # float32 [E], added to scores for the choice only
-    gate_up_bias: Tensor | None = None  # [E, 2 I]
-    down_bias: Tensor | None = None  # [E, H]
+    gate_up_bias: Tensor | None = None  # [L, 2 I]
+    down_bias: Tensor | None = None  # [L, H]
+
+    @property
+    def num_local(self) -> int:
+        """The number of experts in the stack."""
+        return self.routing.num_experts if self.experts is None else len(self.experts)
 
     @property
     def hidden_size(self) -> int:
-        return self.down.shape[0] // self.routing.num_experts
+        return self.down.shape[0] // self.num_local
 
     @property
     def intermediate_size(self) -> int:
         return self.down.shape[1]
+
+    def expert_map(self) -> Tensor | None:
+        """Each expert's index in the stack, int32 [E], or -1 on another rank; None: all are here."""
+        if self.experts is None:
+            return None
+        codes = self.down if isinstance(self.down, Tensor) else self.down.codes
+        indices = [-1] * self.routing.num_experts
+        for index, expert in enumerate(self.experts):
+            indices[expert] = index
+        return torch.tensor(indices, dtype=torch.int32, device=codes.device)
 
 
 class ExpertMLP(ABC):
@@ -86,8 +106,11 @@ class ExpertMLP(ABC):
         return self
 
     @abstractmethod
-    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts' outputs [T, H], for x [T, H] and router logits [T, E]."""
+    def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """The weighted sum of the chosen experts' outputs [T, H], for x [T, H] and router logits [T, E].
+
+        Experts on other ranks add nothing. `chosen`, int32 [T, k], gets the experts of each token.
+        """
 
 
 class ExpertKernel(Protocol):
@@ -121,6 +144,7 @@ class PreparedExperts:
     kernel: str
     reason: str
     batch_invariant: bool = True
+    load: Tensor | None = None  # int64 [E]: tokens per expert since the start
 
 
 class ExpertKernels:
@@ -132,21 +156,30 @@ class ExpertKernels:
         dtype: torch.dtype,
         plain: bool = False,
         workers: Workers | None = None,
+        count_load: bool = False,
     ) -> None:
-        """`workers`: the engine's; without them native kernels have a pool of their own."""
+        """`workers`: the engine's; without them native kernels have a pool of their own.
+
+        `count_load`: count the tokens of each expert.
+        """
         self._device = device
         self._dtype = dtype
         self._workers = workers or Workers()
         self._plain = plain
+        self._count_load = count_load
 
     def prepare(self, weights: ExpertWeights) -> PreparedExperts:
         """Choose the first kernel that supports the weights, else the reference, and prepare them."""
         refusals: dict[str, str] = {}
         if self._plain:
             refusals["all others"] = "plain kernels were requested"
+        codes = weights.down if isinstance(weights.down, Tensor) else weights.down.codes
+        if self._count_load:
+            count = weights.routing.num_experts
+            load = torch.zeros(count, dtype=torch.int64, device=codes.device)
+            weights = replace(weights, load=load)
         for where in [*self._candidates, _REFERENCE]:
             kernel = _kernel(where, self._workers)
-            codes = weights.down if isinstance(weights.down, Tensor) else weights.down.codes
             why = kernel.refuse(weights, self._device, self._dtype)
             if why is None:
                 reason = "; ".join(f"{name}: {text}" for name, text in refusals.items())
@@ -157,6 +190,7 @@ class ExpertKernels:
                     kernel=kernel.name,
                     reason=reason or "first choice",
                     batch_invariant=kernel.batch_invariant,
+                    load=weights.load,
                 )
             refusals[kernel.name] = why
         raise AssertionError("the reference implementation of experts refused")

@@ -97,32 +97,39 @@ class ReferenceMLP(ExpertMLP):
                     for each in fields(form)
                     if isinstance(value := getattr(form, each.name), Tensor)
                 ]
-        return [*found, self._weights.correction_bias]
+        return [*found, self._weights.correction_bias, self._weights.load]
 
-    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
+    def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
         weights = self._weights
-        scales, chosen = route(logits, weights.correction_bias, weights.routing)
+        scales, ids = route(logits, weights.correction_bias, weights.routing)
+        if chosen is not None:
+            chosen.copy_(ids)
+        if weights.load is not None:
+            weights.load.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         out = torch.zeros(x.shape[0], weights.hidden_size, dtype=torch.float32, device=x.device)
+        local = weights.experts or range(weights.routing.num_experts)
         if x.is_cuda:  # captured graphs cannot depend on the choice: all tokens use all experts
-            for expert in range(weights.routing.num_experts):
-                share = (scales * (chosen == expert)).sum(-1, keepdim=True)
-                out += self._expert(x, expert).float() * share
+            for index, expert in enumerate(local):
+                share = (scales * (ids == expert)).sum(-1, keepdim=True)
+                out += self._expert(x, index).float() * share
             return out.to(x.dtype)
-        for expert in chosen.unique().tolist():
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            y = self._expert(x[tokens], expert)
-            out.index_add_(0, tokens, y.float() * scales[tokens, places, None])
+        used = set(ids.unique().tolist())
+        for index, expert in enumerate(local):
+            if expert in used:
+                tokens, places = (ids == expert).nonzero(as_tuple=True)
+                y = self._expert(x[tokens], index)
+                out.index_add_(0, tokens, y.float() * scales[tokens, places, None])
         return out.to(x.dtype)
 
-    def _expert(self, x: Tensor, expert: int) -> Tensor:
+    def _expert(self, x: Tensor, index: int) -> Tensor:
         weights = self._weights
         hidden, inner = weights.hidden_size, weights.intermediate_size
-        gate_up = self._linear(x, weights.gate_up, expert * 2 * inner, 2 * inner)
+        gate_up = self._linear(x, weights.gate_up, index * 2 * inner, 2 * inner)
         if weights.gate_up_bias is not None:
-            gate_up = gate_up + weights.gate_up_bias[expert]
+            gate_up = gate_up + weights.gate_up_bias[index]
         activated = activate(gate_up, weights.activation)
-        y = self._linear(activated, weights.down, expert * hidden, hidden)
-        return y if weights.down_bias is None else y + weights.down_bias[expert]
+        y = self._linear(activated, weights.down, index * hidden, hidden)
+        return y if weights.down_bias is None else y + weights.down_bias[index]
 
     def _linear(self, x: Tensor, form: Packed | Tensor, first: int, count: int) -> Tensor:
         rows = expert_rows(form, first, count)

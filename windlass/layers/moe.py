@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from windlass.core.moe import ExpertActivation, Routing
+from windlass.core.moe import ExpertActivation, ExpertPlacement, Routing
 from windlass.kernels.batch import AdapterRows
 from windlass.kernels.experts import ExpertKernels, ExpertWeights, PreparedExperts
 from windlass.kernels.gemm import Norm
@@ -20,13 +20,13 @@ from windlass.kernels.storages import Held
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.stored import StoredWeight
-from windlass.parallel.mesh import Group
+from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
 from windlass.quant.shard import Shard
 
 
 class ExpertStack(StoredWeight):
-    """One projection of all experts, stacked along the outputs in one packed form."""
+    """One projection of a rank's experts, stacked along the outputs in one packed form."""
 
     def __init__(
         self,
@@ -82,27 +82,32 @@ class MoEShape:
 
 
 class Experts(nn.Module):
-    """The weights of all experts. They are prepared for a kernel when the last of them is loaded."""
+    """The weights of a rank's experts. They are prepared for a kernel when the last of them is loaded.
+
+    A rank holds whole experts, those of the placement, or a part of each if mesh.ep has one rank.
+    """
 
     def __init__(
         self,
         shape: MoEShape,
         method_for: MethodFor,
         kernels: ExpertKernels,
-        group: Group,
+        mesh: Mesh,
+        placement: ExpertPlacement,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self._shape = shape
         self._kernels = kernels
         self.routing = shape.routing
-        hidden, inner = Shard(shape.hidden_size), Shard.even(shape.intermediate_size, group)
-        indices = range(shape.routing.num_experts)
-        gate_up = {f"{i}.{part}": inner for i in indices for part in ("gate_proj", "up_proj")}
+        self._local = placement.ranks[mesh.ep.rank]
+        hidden, group = Shard(shape.hidden_size), mesh.expert_tp
+        inner = Shard.even(shape.intermediate_size, group)
+        first = {"gate_proj": inner, "up_proj": inner}
         if shape.activation.interleaved:
-            both = Shard.even(2 * shape.intermediate_size, group, unit=2)
-            gate_up = {f"{i}.gate_up_proj": both for i in indices}
-        down = {f"{i}.down_proj": hidden for i in indices}
+            first = {"gate_up_proj": Shard.even(2 * shape.intermediate_size, group, unit=2)}
+        gate_up = {f"{i}.{part}": shard for i in self._local for part, shard in first.items()}
+        down = {f"{i}.down_proj": hidden for i in self._local}
         stack = partial(ExpertStack, finished=self._prepare, dtype=dtype, bias=shape.expert_bias)
         # A parameter of this module, so that it is loaded before the stacks.
         self.e_score_correction_bias: nn.Parameter | None = None
@@ -112,16 +117,21 @@ class Experts(nn.Module):
             )
         self.gate_up = stack(gate_up, hidden, method_for(gate_up))
         self.down = stack(down, inner, method_for(down))
+        others = [i for i in range(placement.num_experts) if i not in self._local]
+        self.gate_up.elsewhere = {f"{i}.{part}" for i in others for part in first}
+        self.down.elsewhere = {f"{i}.down_proj" for i in others}
 
     def _prepare(self) -> None:
         gate_up, down = self.gate_up, self.down
         if gate_up.form is None or down.form is None:
             return
-        shape, count = self._shape, self._shape.routing.num_experts
+        shape, count = self._shape, len(self._local)
+        all_local = self._local == tuple(range(shape.routing.num_experts))
         weights = ExpertWeights(
             gate_up=gate_up.form,
             down=down.form,
             routing=shape.routing,
+            experts=None if all_local else self._local,
             activation=shape.activation,
             correction_bias=self.e_score_correction_bias,
             gate_up_bias=None if gate_up.bias is None else gate_up.bias.view(count, -1),
@@ -136,7 +146,7 @@ class Experts(nn.Module):
 
     @property
     def num_active_weights(self) -> int:
-        """Weights that a token is multiplied with."""
+        """Weights of this rank that a token is multiplied with, on average."""
         stacks = (self.gate_up, self.down)
         total = sum(sum(stack.parts.values()) * stack.num_in for stack in stacks)
         return total * self.routing.top_k // self.routing.num_experts
@@ -158,13 +168,13 @@ class MoE(nn.Module):
         method_for: MethodFor,
         kernels: ExpertKernels,
         ops: Ops,
-        group: Group,
+        mesh: Mesh,
+        placement: ExpertPlacement,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.group = group
-        self.is_partial = group.size > 1
+        self.group = group = mesh.tp
         self.gate = Linear(
             outputs={"gate": Shard(shape.routing.num_experts)},
             inputs=Shard(shape.hidden_size),
@@ -176,7 +186,8 @@ class MoE(nn.Module):
             shape,
             lambda parts: method_for([f"experts.{part}" for part in parts]),
             kernels=kernels,
-            group=group,
+            mesh=mesh,
+            placement=placement,
             dtype=dtype,
         )
         self.shared_expert: GatedMLP | None = None
@@ -205,9 +216,7 @@ class MoE(nn.Module):
     def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         """The result, without residual addition and norm."""
         assert isinstance(x, Tensor)  # the norm before a router does not quantise
-        y = self.experts(x, self.gate(x, adapters))
-        if self.is_partial:
-            y = self.group.all_reduce(y)
+        y = self.group.all_reduce(self.experts(x, self.gate(x, adapters)))
         if self.shared_expert is None:
             return y
         shared = self.shared_expert.output(x, adapters)

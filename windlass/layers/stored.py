@@ -6,7 +6,7 @@ subclasses: Linear multiplies with it, PackedEmbedding reads its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -34,6 +34,7 @@ class StoredWeight(nn.Module):
         self.inputs = inputs
         self.parts = {name: shard.count for name, shard in outputs.items()}
         self.num_in = inputs.count
+        self.elsewhere: Collection[str] = ()  # parts that other ranks hold whole
         self.method = method
         self.stored: dict[str, Part] = {}
         self.gemms: list[PackedGemm] = []

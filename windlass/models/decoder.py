@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.kv_layout import KVLayout
+from windlass.core.moe import ExpertPlacement
 from windlass.kernels.batch import (
     AdapterRows,
     Heads,
@@ -285,7 +286,9 @@ def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | Mo
             method_for=method_for,
             kernels=parts.experts or ExpertKernels(parts.device, parts.dtype, plain=True),
             ops=parts.ops,
-            group=parts.mesh.tp,
+            mesh=parts.mesh,
+            placement=parts.placements.get(index)
+            or ExpertPlacement.contiguous(moe.routing.num_experts, parts.mesh.ep.size),
             dtype=parts.dtype,
         )
     kind = GatedMLP if hparams.gated_mlp else PlainMLP

@@ -223,10 +223,28 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _elsewhere(network: Weights) -> set[str]:
+    """The modules that other ranks read whole."""
+    return {
+        f"{path.rpartition('.')[0]}.{part}"
+        for path, module in network.named_modules()
+        if isinstance(module, StoredWeight)
+        for part in module.elsewhere
+    }
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The modules that a tensor's name lies in."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _check_names(
     targets: Collection[_TensorTarget], known: Collection[str], network: Weights
 ) -> None:
-    """Raise for a parameter without a tensor, and for a tensor without a parameter."""
+    """Raise for a parameter without a tensor, and for a tensor without a parameter on any rank."""
+    elsewhere = _elsewhere(network)
     names = set(known)
     missing = [
         target.name for target in targets if target.name not in names and not target.spec.optional
@@ -237,6 +255,7 @@ def _check_names(
         if not name.endswith(_DERIVED)
         and not (network.tied and name == "lm_head.weight")
         and not network.is_elsewhere(name)
+        and elsewhere.isdisjoint(_parents(name))
     )
     also = f" It has {len(unused)} unknown tensors: {_summary(unused)}." if unused else ""
     if missing:

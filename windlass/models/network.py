@@ -7,7 +7,7 @@ transformers (transformers_fallback.py).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from windlass.core.card import Choice
 from windlass.core.kv_layout import KVLayout
+from windlass.core.moe import ExpertPlacement
 from windlass.kernels.batch import AdapterRows, Heads, StepBatch
 from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.native.pool import Workers
@@ -53,6 +54,7 @@ class Parts:
     workers: Workers = field(default_factory=Workers)  # of native kernels
     experts: ExpertKernels | None = None  # None: the reference
     stage: Stage | None = None  # the layers that this rank computes; None: all
+    placements: Mapping[int, ExpertPlacement] = field(default_factory=dict)  # of some layers
 
 
 class Weights(nn.Module):

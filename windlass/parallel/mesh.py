@@ -48,3 +48,9 @@ class Mesh:
     """The process groups of this process."""
 
     tp: Group = field(default_factory=SingleRank)
+    ep: Group = field(default_factory=SingleRank)
+
+    @property
+    def expert_tp(self) -> Group:
+        """The ranks that share each expert: those of tp, unless ep divides the experts among them."""
+        return self.tp if self.ep.size == 1 else SingleRank()

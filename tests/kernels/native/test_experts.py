@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.divided_experts import check_choice, held
 from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_linear import codebook, int4, int8, table4
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
@@ -124,6 +125,30 @@ def pool() -> Pool:
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(pool: Pool, form: str, rows: int) -> None:
     check(weights_of(form, form), pool, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("form", ["bfloat16", "int4", "int8 with int8 inputs", "codebook"])
+def test_the_sum_over_ranks_is_the_whole(pool: Pool, form: str, rows: int) -> None:
+    biases = {
+        "gate_up_bias": _plain(EXPERTS, 2 * INNER, 3),
+        "down_bias": _plain(EXPERTS, HIDDEN, 4),
+    }
+    weights = weights_of(form, form, **biases)
+    kernel = NativeExperts(Workers(pool=pool))
+    x, logits = inputs(rows)
+    chosen = torch.empty(rows, ROUTING.top_k, dtype=torch.int32)
+    total = torch.zeros_like(x)
+    for experts in ((4, 0), (5,), (1, 2, 3)):
+        local = held(weights, experts)
+        assert kernel.refuse(local, CPU, torch.float32) is None
+        mlp = kernel.prepare(local, torch.float32)
+        part = mlp.apply(x, logits, chosen)
+        check_choice(local, logits, chosen, calls=1)
+        assert torch.equal(mlp.apply(x[:1], logits[:1]), part[:1])
+        total += part
+    want = kernel.prepare(weights, torch.float32).apply(x, logits)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pool", runnable(), ids=lambda b: " ".join(b.flags))

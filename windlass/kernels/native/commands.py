@@ -97,7 +97,7 @@ WRITTEN = {
     Op.LORA: (1,),
     Op.LATENT: (2,),
     Op.PER_HEAD: (1,),
-    Op.EXPERTS: (1,),
+    Op.EXPERTS: (1, 3),
     Op.LAYER_NORM: (1,),
     Op.ADD_LAYER_NORM: (1, 2),
     Op.GELU_MUL: (1,),

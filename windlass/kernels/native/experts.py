@@ -34,9 +34,12 @@ class _Experts(ctypes.Structure):
         ("correction_bias", ctypes.c_void_p),
         ("gate_up_input_scale", ctypes.c_void_p),
         ("down_input_scale", ctypes.c_void_p),
+        ("expert_map", ctypes.c_void_p),
+        ("load", ctypes.c_void_p),
         ("gate_up_quantised", ctypes.c_int32),
         ("down_quantised", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
+        ("num_local", ctypes.c_int32),
         ("top_k", ctypes.c_int32),
         ("sigmoid", ctypes.c_int32),
         ("normalised", ctypes.c_int32),
@@ -75,7 +78,7 @@ class NativeExperts:
 
     def prepare(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertMLP:
         del dtype  # computes in float32
-        count = weights.routing.num_experts
+        count = weights.num_local
         return NativeMLP(
             self._workers.pool,
             weights,
@@ -95,6 +98,7 @@ class NativeMLP(ExpertMLP):
         self._gate_up_bias = _float(weights.gate_up_bias)
         self._down_bias = _float(weights.down_bias)
         self._correction_bias = _float(weights.correction_bias)
+        self._expert_map, self._load = weights.expert_map(), weights.load
         routing, activation = weights.routing, weights.activation
         self._experts = _Experts(
             gate_up=gate_up.address,
@@ -104,9 +108,12 @@ class NativeMLP(ExpertMLP):
             correction_bias=_pointer(self._correction_bias),
             gate_up_input_scale=_pointer(gate_up.input_scale),
             down_input_scale=_pointer(down.input_scale),
+            expert_map=_pointer(self._expert_map),
+            load=_pointer(self._load),
             gate_up_quantised=gate_up.activation != "none",
             down_quantised=down.activation != "none",
             num_experts=routing.num_experts,
+            num_local=weights.num_local,
             top_k=routing.top_k,
             sigmoid=routing.score == "sigmoid",
             normalised=routing.normalised,
@@ -122,7 +129,8 @@ class NativeMLP(ExpertMLP):
 
     def tensors(self) -> Sequence[Tensor | None]:
         biases = (self._gate_up_bias, self._down_bias, self._correction_bias)
-        return [*self._gate_up.tensors(), *self._down.tensors(), *biases]
+        weights = [*self._gate_up.tensors(), *self._down.tensors(), *biases]
+        return [*weights, self._expert_map, self._load]
 
     @property
     def coarse_prompts(self) -> bool:
@@ -133,13 +141,13 @@ class NativeMLP(ExpertMLP):
         twin._pool = workers.pool
         return twin
 
-    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
+    def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
         x32, logits32 = x.float().contiguous(), logits.float().contiguous()
         out = torch.empty_like(x32)
         call = Call(
             Op.EXPERTS,
             len(x),
-            step_tensors=(x32, out, logits32),
+            step_tensors=(x32, out, logits32) if chosen is None else (x32, out, logits32, chosen),
             model_tensors=(ctypes.addressof(self._experts),),
             sizes=(LinearFlag.STEP_ROWS if self._pool.has_step else 0,),
         )

@@ -97,7 +97,7 @@ class TritonExperts:
                 f"{routing.top_k} of {routing.num_experts}"
             )
         for form in (weights.gate_up, weights.down):
-            why = experts_weights.refuse(form, routing.num_experts)
+            why = experts_weights.refuse(form, weights.num_local)
             if why is not None:
                 return why
             if isinstance(form, Float8) and not _has_fp8(device):
@@ -125,6 +125,8 @@ class TritonMLP(ExpertMLP):
         bias = weights.correction_bias
         self._correction_bias = None if bias is None else bias.float().contiguous()
         self._routing, self._activation = weights.routing, weights.activation
+        self._num_local, self._load = weights.num_local, weights.load
+        self._expert_map = weights.expert_map()
         self._plans = plans
 
     def with_plans(self, plans: Sequence[Plan]) -> TritonMLP:
@@ -135,13 +137,23 @@ class TritonMLP(ExpertMLP):
 
     def tensors(self) -> Sequence[Tensor | None]:
         stacks = *self._gate_up.tensors(), *self._down.tensors()
-        return *stacks, *self._biases, self._correction_bias
+        return *stacks, *self._biases, self._correction_bias, self._expert_map, self._load
 
-    def apply(self, x: Tensor, logits: Tensor) -> Tensor:
+    def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
         routing = self._routing
         num_pairs = x.shape[0] * routing.top_k
         plan = next(p for p in self._plans if num_pairs <= p.max_pairs * routing.num_experts)
-        routed = route(logits, self._correction_bias, routing, counted=plan.rows > 1)
+        routed = route(
+            logits,
+            self._correction_bias,
+            routing,
+            counted=plan.rows > 1,
+            num_local=self._num_local,
+            expert_map=self._expert_map,
+            load=self._load,
+        )
+        if chosen is not None:
+            chosen.copy_(routed.experts)
         tiles = sort_pairs(routed, plan.rows) if plan.rows > 1 else single_pairs(routed)
         inner = self._gemm(x, self._gate_up, self._biases[0], tiles, plan.gate_up, gated=True)
         rows = self._gemm(inner, self._down, self._biases[1], tiles, plan.down, gated=False)
@@ -149,6 +161,7 @@ class TritonMLP(ExpertMLP):
         combine_kernel[(x.shape[0], triton.cdiv(x.shape[1], _COMBINED))](
             rows,
             routed.weights,
+            None if self._expert_map is None else routed.local,
             out,
             SIZE=x.shape[1],
             TOP_K=routing.top_k,
@@ -170,7 +183,7 @@ class TritonMLP(ExpertMLP):
     ) -> Tensor:
         """The GEMM of all pairs, [pairs, I] if gated, else [pairs, H]."""
         top_k, activation = self._routing.top_k, self._activation
-        num_out = stack.num_rows // self._routing.num_experts
+        num_out = stack.num_rows // self._num_local
         num_pairs = x.shape[0] * top_k if gated else x.shape[0]
         out = x.new_empty((num_pairs, num_out // 2 if gated else num_out))
         rows = max(_MIN_ROWS, tiles.rows)
@@ -208,6 +221,7 @@ class TritonMLP(ExpertMLP):
             ROWS=rows,
             OUTPUTS=tiling.outputs,
             BLOCK_K=tiling.block_k if stack.kind == "wide" else BLOCK,
+            DIVIDED=tiles.pairs is None and self._expert_map is not None,
             num_warps=num_warps(stack.kind, rows, tiling),
             num_stages=tiling.stages,
             **pdl.options(),

@@ -363,6 +363,7 @@ def expert_gemm_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DIVIDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = x[pair // TOP_K] @ weight[expert].T + bias[expert], activated if GATED.
@@ -381,6 +382,9 @@ def expert_gemm_kernel(
         if num_rows == 0:
             return
     expert = tl.load(tile_experts + tile).to(tl.int64)
+    if DIVIDED:  # noqa: SIM102 (a constant): a tile is one pair, maybe of another rank
+        if expert < 0:
+            return
     inside = lane < num_rows
     pair = tile + lane * 0
     if pairs is not None:
@@ -432,13 +436,17 @@ def quantise_inputs_kernel(
 def combine_kernel(
     rows,
     weights,
+    local,
     out,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[token] = sum of the rows of its pairs times their weights."""
+    """out[token] = sum of the rows of its pairs times their weights.
+
+    Pairs whose `local` expert is -1 have no row.
+    """
     pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -446,6 +454,8 @@ def combine_kernel(
     total = tl.zeros([WIDTH], dtype=tl.float32)
     for i in tl.static_range(TOP_K):
         pair = token * TOP_K + i
+        if local is not None:
+            mask = (at < SIZE) & (tl.load(local + pair) >= 0)
         row = tl.load(rows + pair * SIZE + at, mask=mask, other=0.0)
         total += row.to(tl.float32) * tl.load(weights + pair)
-    tl.store(out + token * SIZE + at, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * SIZE + at, total.to(out.dtype.element_ty), mask=at < SIZE)

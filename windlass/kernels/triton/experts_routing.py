@@ -2,8 +2,8 @@
 
 One kernel chooses the experts of a token. Pair p is expert p % k of token p // k. Few pairs need no
 order: each is a tile of its own. Many pairs are sorted by expert, and each expert's pairs fill whole
-tiles, so that a tile reads one expert. Sizes depend on the number of tokens only, so graphs can be
-captured. Integer atomics number the pairs of an expert, in any order: a pair's result does not
+tiles, so that a tile reads one expert. Pairs whose expert is on another rank are in no tile. Sizes depend
+on the number of tokens only, so graphs can be captured. Integer atomics number the pairs of an expert, in any order: a pair's result does not
 depend on its place.
 """
 
@@ -44,6 +44,9 @@ def route_kernel(
     bias,
     weights,
     experts,
+    expert_map,
+    local,
+    load,
     counts,
     places,
     scale,
@@ -59,7 +62,10 @@ def route_kernel(
     TOP_K_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of one token; with `counts`, also number each expert's pairs."""
+    """Choose the experts of one token; with `counts`, also number each expert's pairs.
+
+    With `expert_map`, `local` gets the experts' indices on this rank. `load` counts tokens per expert.
+    """
     pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
@@ -100,8 +106,16 @@ def route_kernel(
     used = slot < TOP_K
     tl.store(weights + token * TOP_K + slot, kept * scale, mask=used)
     tl.store(experts + token * TOP_K + slot, chosen, mask=used)
+    if load is not None:
+        one = tl.full([TOP_K_PAD], 1, tl.int64)
+        tl.atomic_add(load + chosen, one, mask=used, sem="relaxed")
+    here = used
+    if expert_map is not None:
+        chosen = tl.load(expert_map + chosen)
+        here = used & (chosen >= 0)
+        tl.store(local + token * TOP_K + slot, chosen, mask=used)
     if counts is not None:
-        place = tl.atomic_add(counts + chosen, 1, mask=used, sem="relaxed")
+        place = tl.atomic_add(counts + chosen, 1, mask=here, sem="relaxed")
         tl.store(places + token * TOP_K + slot, place, mask=used)
 
 
@@ -129,10 +143,10 @@ def sort_kernel(
     tiles = (count + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
     first = ends - tiles
-    expert = tl.load(experts + at, mask=at < num_pairs, other=0)
+    expert = tl.load(experts + at, mask=at < num_pairs, other=-1)
     place = tl.load(places + at, mask=at < num_pairs, other=0)
     start = tl.sum(tl.where(expert[:, None] == each[None, :], first[None, :], 0), 1)
-    tl.store(pairs + start * ROWS + place, at, mask=at < num_pairs)
+    tl.store(pairs + start * ROWS + place, at, mask=expert >= 0)
     # A tile belongs to the first expert whose tiles end behind it; tiles behind all are empty.
     expert = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
     own = expert[:, None] == each[None, :]
@@ -147,7 +161,7 @@ class Tiles:
 
     rows: int
     count: int
-    experts: Tensor  # int32 [count]
+    experts: Tensor  # int32 [count]; -1: the single pair of the tile is another rank's
     num_rows: Tensor | None = None  # int32 [count], 0 to `rows`; None: a tile is one pair
     pairs: Tensor | None = None  # int32 [count * rows]
 
@@ -158,18 +172,32 @@ class Routed:
 
     weights: Tensor  # float32 [T, k]
     experts: Tensor  # int32 [T, k]
-    counts: Tensor | None  # int32 [E]: pairs per expert, if they are to be sorted
+    local: Tensor  # int32 [T, k]: their indices on this rank, or -1
+    counts: Tensor | None  # int32 [L]: pairs per expert of this rank, if they are to be sorted
     places: Tensor | None  # int32 [T, k]: the number of a pair among its expert's
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing, counted: bool = False) -> Routed:
-    """Choose the experts of each token; with `counted` the pairs can be sorted."""
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    *,
+    counted: bool = False,
+    num_local: int | None = None,
+    expert_map: Tensor | None = None,
+    load: Tensor | None = None,
+) -> Routed:
+    """Choose the experts of each token; with `counted` the pairs can be sorted.
+
+    With `expert_map`, the rank has `num_local` experts. `load` counts the tokens of each expert.
+    """
     tokens, top_k = logits.shape[0], routing.top_k
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
     experts = logits.new_empty((tokens, top_k), dtype=torch.int32)
+    local = experts if expert_map is None else torch.empty_like(experts)
     counts = places = None
     if counted:
-        counts = logits.new_zeros(routing.num_experts, dtype=torch.int32)
+        counts = logits.new_zeros(num_local or routing.num_experts, dtype=torch.int32)
         places = torch.empty_like(experts)
     limited = routing.top_groups < routing.num_groups
     num_groups = routing.num_groups if limited else 1
@@ -179,6 +207,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, counted: bool =
         bias,
         weights,
         experts,
+        expert_map,
+        None if expert_map is None else local,
+        load,
         counts,
         places,
         routing.scale,
@@ -195,12 +226,12 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, counted: bool =
         num_warps=1,
         **pdl.options(),
     )
-    return Routed(weights, experts, counts, places)
+    return Routed(weights, experts, local, counts, places)
 
 
 def single_pairs(routed: Routed) -> Tiles:
     """A tile for each pair."""
-    return Tiles(rows=1, count=routed.experts.numel(), experts=routed.experts)
+    return Tiles(rows=1, count=routed.local.numel(), experts=routed.local)
 
 
 def sort_pairs(routed: Routed, rows: int) -> Tiles:
@@ -213,7 +244,7 @@ def sort_pairs(routed: Routed, rows: int) -> Tiles:
     num_rows = torch.empty_like(experts)
     pairs = experts.new_empty(count * rows)
     sort_kernel[(triton.cdiv(num_pairs, _CHUNK),)](
-        routed.experts,
+        routed.local,
         routed.counts,
         routed.places,
         pairs,

@@ -54,10 +54,10 @@ void each_item(Pool& pool, const std::vector<int>& counts, int grain, const Body
 // One of the two GEMMs, for all groups.
 class GroupedGemm {
  public:
-  GroupedGemm(const Weight& w, int num_experts, const std::vector<Group>& groups, bool quantised,
+  GroupedGemm(const Weight& w, int num_local, const std::vector<Group>& groups, bool quantised,
               const float* input_scale)
       : w_(w),
-        outputs_(w.num_out / num_experts),
+        outputs_(w.num_out / num_local),
         groups_(groups),
         quantised_(quantised),
         input_scale_(input_scale) {
@@ -70,6 +70,7 @@ class GroupedGemm {
 
   // One token: all groups have the same row, which is arranged once.
   void share_inputs() {
+    if (inputs_.empty()) return;  // the token's experts are on other ranks
     std::fill(offsets_.begin(), offsets_.end(), size_t{0});
     bytes_ = inputs_[0].bytes;
     shared_ = true;
@@ -153,9 +154,22 @@ struct Routes {
   std::vector<int32_t> chosen;  // [tokens][top_k]
   std::vector<float> weights;  // [tokens][top_k]
   std::vector<int32_t> tokens;  // of each pair
-  std::vector<int32_t> pairs;  // [tokens][top_k]
+  std::vector<int32_t> pairs;  // [tokens][top_k]; -1: the expert is on another rank
   std::vector<Group> groups;
 };
+
+// Counts and writes the chosen experts where it was asked for, and replaces them by their indices.
+void leave_choice(const Run& run, const WindlassExperts& experts, int first,
+                  std::vector<int32_t>& chosen) {
+  int32_t* asked = static_cast<int32_t*>(run.command.step_tensors[3]);
+  if (asked != nullptr) {
+    std::copy(chosen.begin(), chosen.end(), row_of(asked, first, experts.top_k));
+  }
+  for (int32_t& expert : chosen) {
+    if (experts.load != nullptr) ++experts.load[expert];
+    if (experts.expert_map != nullptr) expert = experts.expert_map[expert];
+  }
+}
 
 Routes find_routes(const Run& run, const WindlassExperts& experts, PromptTokens& prompts, int first,
                    int count) {
@@ -171,21 +185,29 @@ Routes find_routes(const Run& run, const WindlassExperts& experts, PromptTokens&
             row_of(out.chosen.data(), t, top_k), row_of(out.weights.data(), t, top_k));
     }
   });
+  leave_choice(run, experts, first, out.chosen);
   // Counting sort by expert and by kind of token; tokens stay in order.
-  std::vector<int> starts(static_cast<size_t>(2 * experts.num_experts + 1));
+  std::vector<int> starts(static_cast<size_t>(2 * experts.num_local + 1));
   std::vector<uint8_t> is_prompt(static_cast<size_t>(count));
   const auto key = [&](size_t pair) {
     const size_t token = pair / static_cast<size_t>(top_k);
     return static_cast<size_t>(2 * out.chosen[pair] + is_prompt[token]);
   };
   for (int t = 0; t < count; ++t) is_prompt[static_cast<size_t>(t)] = prompts.has(first + t);
-  for (size_t i = 0; i < num_pairs; ++i) ++starts[key(i) + 1];
-  for (int k = 0; k < 2 * experts.num_experts; ++k) {
+  for (size_t i = 0; i < num_pairs; ++i) {
+    if (out.chosen[i] >= 0) ++starts[key(i) + 1];
+  }
+  for (int k = 0; k < 2 * experts.num_local; ++k) {
     const size_t at = static_cast<size_t>(k);
     if (starts[at + 1] > 0) out.groups.push_back({k / 2, k % 2 != 0, starts[at], starts[at + 1]});
     starts[at + 1] += starts[at];
   }
+  out.tokens.resize(static_cast<size_t>(starts.back()));
   for (size_t i = 0; i < num_pairs; ++i) {
+    if (out.chosen[i] < 0) {
+      out.pairs[i] = -1;
+      continue;
+    }
     const int pair = starts[key(i)]++;
     out.pairs[i] = pair;
     out.tokens[static_cast<size_t>(pair)] = static_cast<int32_t>(i / static_cast<size_t>(top_k));
@@ -213,20 +235,25 @@ void activate(const WindlassExperts& experts, const float* gate_up, int inner, f
 void combine(const Routes& routes, int top_k, int token, const float* y, int width, float* out) {
   const int32_t* pairs = row_of(routes.pairs.data(), token, top_k);
   const float* weights = row_of(routes.weights.data(), token, top_k);
-  for (int i = 0; i < width; ++i) out[i] = weights[0] * row_of(y, pairs[0], width)[i];
-  for (int k = 1; k < top_k; ++k) {
+  bool is_first = true;
+  for (int k = 0; k < top_k; ++k) {
+    if (pairs[k] < 0) continue;
     const float* from = row_of(y, pairs[k], width);
-    for (int i = 0; i < width; ++i) out[i] += weights[k] * from[i];
+    for (int i = 0; i < width; ++i) {
+      out[i] = is_first ? weights[k] * from[i] : out[i] + weights[k] * from[i];
+    }
+    is_first = false;
   }
+  if (is_first) std::fill(out, out + width, 0.0f);
 }
 
 bool run_tokens(const Run& run, const WindlassExperts& experts, PromptTokens& prompts, int first,
                 int count) {
   const int hidden = experts.gate_up->num_in, inner = experts.down->num_in;
   const Routes routes = find_routes(run, experts, prompts, first, count);
-  GroupedGemm gate_up(*experts.gate_up, experts.num_experts, routes.groups,
+  GroupedGemm gate_up(*experts.gate_up, experts.num_local, routes.groups,
                       experts.gate_up_quantised != 0, experts.gate_up_input_scale);
-  const GroupedGemm down(*experts.down, experts.num_experts, routes.groups,
+  const GroupedGemm down(*experts.down, experts.num_local, routes.groups,
                          experts.down_quantised != 0, experts.down_input_scale);
   if (count == 1) gate_up.share_inputs();
   const size_t pairs = routes.tokens.size();
