@@ -8,12 +8,12 @@ from typing import Literal
 from windlass.errors import ConfigError
 from windlass.settings import DType, Quantization, at_least, flag, option
 
-SpecName = Literal["none", "auto", "ngram", "lookahead", "draft", "self", "medusa", "eagle"]
+SpecName = Literal["none", "auto", "ngram", "lookahead", "draft", "self", "medusa", "eagle", "mtp"]
 Acceptance = Literal["exact", "typical"]
 
 MAX_SPEC_TOKENS = 64
 _MAX_ALTERNATIVES = 3
-_DEFAULT_TOKENS = {"draft": 5, "self": 4, "medusa": 3, "eagle": 4}  # other methods: 8
+_DEFAULT_TOKENS = {"draft": 5, "self": 4, "medusa": 3, "eagle": 4, "mtp": 3}  # other methods: 8
 _HEADS = ("medusa", "eagle")
 # Options that only some methods read; all methods read the others.
 _READ_BY: dict[str, tuple[str, ...]] = {
@@ -35,8 +35,8 @@ class SpecConfig:
         "none",
         "Speculative decoding method: ngram copies what followed the same n-gram before, lookahead "
         "reuses samples after rejected draft tokens, draft runs a smaller model, self the model's "
-        "first layers, medusa and eagle run heads trained for the model, auto chooses. The output "
-        "stays the same.",
+        "first layers, medusa and eagle run heads trained for the model, mtp the model's own layer "
+        "for drafting, auto chooses. The output stays the same.",
         "--spec-method",
     )
     spec_model: str | None = option(
@@ -47,7 +47,7 @@ class SpecConfig:
     spec_tokens: int | None = option(
         None,
         "Maximum draft tokens per request and step, 1 to 64; default: 8, draft 5, self and eagle "
-        "4, medusa 3.",
+        "4, medusa and mtp 3.",
     )
     spec_alternatives: int = option(
         0,

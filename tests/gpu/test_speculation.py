@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu import test_families
 from tests.gpu.test_engine import CONFIG, agreement, folder
 from tests.speculative import test_heads, test_speculation, test_speculators
 from tests.speculative.test_speculation import verify_all
@@ -98,3 +100,19 @@ def test_heads_leave_the_tokens_unchanged(
         assert tokens(on, batch_invariant) == tokens(off, batch_invariant)
     assert on.engine.stats().num_draft_tokens > 100
     assert agreement(tokens(on, sampling(seed=1)), tokens(off, sampling(seed=1))) >= 0.6
+
+
+@pytest.mark.usefixtures("verify_all", "fixed_tilings")
+@pytest.mark.parametrize("engine", ["captured", "eager", "fp8 KV"])
+def test_an_mtp_layer_leaves_the_tokens_unchanged(tmp_path: Path, engine: str) -> None:
+    case = test_families.COMMON | test_families.CASES["deepseek-v3"]
+    (tmp_path / "config.json").write_text(json.dumps(case | {"num_nextn_predict_layers": 1}))
+    options: dict[str, Any] = {
+        "captured": {},
+        "eager": {"enforce_eager": True},
+        "fp8 KV": {"kv_cache_dtype": "fp8"},
+    }[engine]
+    on, off = make(tmp_path, spec="mtp", **options), make(tmp_path, **options)
+    for given in ({"temperature": 0.0}, {"seed": 3}):
+        assert agreement(tokens(on, sampling(**given)), tokens(off, sampling(**given))) >= 0.6
+    assert on.engine.stats().num_draft_tokens > 100

@@ -36,6 +36,8 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
+NAMES |= {name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")}
+NAMES |= {f"shared_head.{name}": f"nextn.shared_head_{name}" for name in ("norm", "head")}
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 # Our case, llama.cpp's architecture, metadata beside the common keys.
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -78,13 +78,18 @@ def load_hparams(files: ModelFiles, config: ModelConfig) -> HParams:
     return _hparams(files, config, _gguf(files))
 
 
-def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
-    """Open the checkpoint; random weights with --load-format dummy."""
+def open_checkpoint(
+    files: ModelFiles, config: ModelConfig, *, hparams: HParams | None = None
+) -> Checkpoint:
+    """Open the checkpoint; random weights with --load-format dummy.
+
+    `hparams`: of the network whose tensors are read; None: the model's own.
+    """
     if config.load_format == "dummy":
         dtype = load_hparams(files, config).dtype if config.dtype == "auto" else config.dtype
         return DummyCheckpoint(config.seed, dtype or "float32", on_gpu=config.device != "cpu")
     gguf = _gguf(files)
-    hparams = _hparams(files, config, gguf)
+    hparams = hparams or _hparams(files, config, gguf)
     if hparams.transformers is not None:
         from windlass.models.transformers_weights import TransformersCheckpoint
 

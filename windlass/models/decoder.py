@@ -174,13 +174,18 @@ class DecoderModel(nn.Module):
         x, residual = first.add(self._residual(inputs, batch), None, unquantised)
         layers, tables = self.stage.layers, self.cos_sin
         blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
+        num_layers = self.stage.num_layers
+        reads_all = aux_hidden_states is not None and num_layers in aux_hidden_states
         for i, block, norm in blocks:
             if aux_hidden_states is not None and i in aux_hidden_states:
                 aux_hidden_states[i] = residual.clone()  # layers may change it in place
-            is_final = i + 1 == self.stage.num_layers
-            logits_indices = batch.logits_indices if is_final else None
+            gathers = i + 1 == num_layers and not reads_all
+            logits_indices = batch.logits_indices if gathers else None
             x, residual = block(x, residual, norm, batch, tables[i - layers.start], logits_indices)
         assert isinstance(x, Tensor)  # the last norm never quantises its output
+        if aux_hidden_states is not None and reads_all:
+            aux_hidden_states[num_layers] = x
+            return x if batch.logits_indices is None else x[batch.logits_indices.tokens]
         return x
 
     def _residual(self, inputs: Tensor, batch: StepBatch) -> Tensor:

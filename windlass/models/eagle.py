@@ -23,6 +23,7 @@ from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.rotary import Rotary
+from windlass.models.draft_steps import PlainSteps, steps_of
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts, Weights
@@ -166,9 +167,20 @@ class Eagle(Weights):
         normed, hidden = self.midlayer(both, hidden, batch, self.rotary.cos_sin, self.norm)
         return normed, normed if self.norms.norm_output else hidden
 
-    @property
-    def max_positions(self) -> int:
-        return self.rotary.cos_sin.shape[0]
+    def logits(self, normed: Tensor, network: Network) -> Tensor:
+        """Logits over the draft vocabulary."""
+        del network
+        return self.lm_head(normed)
+
+    def steps(self, network: Network) -> PlainSteps | FusedSteps:
+        """The operations between the GEMMs, with the network's embedding."""
+        return steps_of(
+            network,
+            norm=self.midlayer.input_layernorm,
+            hidden_norm=self.midlayer.hidden_norm,
+            d2t=self.d2t,
+            max_positions=self.rotary.cos_sin.shape[0],
+        )
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
@@ -176,55 +188,6 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     normed, _ = norm.add(x, None, unquantised=True)
     assert isinstance(normed, Tensor)
     return normed
-
-
-@dataclass(frozen=True, slots=True)
-class PlainSteps:
-    """The operations between the GEMMs, unfused: the reference implementation of FusedSteps."""
-
-    head: Eagle
-    network: Network
-
-    def inputs(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's input: embeddings of the next tokens and the hidden states, normalised."""
-        layer = self.head.midlayer
-        embedded, _ = layer.input_layernorm.add(self.network.embed(ids), None)
-        normed, _ = layer.hidden_norm.add(hidden, None)
-        return torch.cat((embedded, normed), dim=-1)  # type: ignore[arg-type]
-
-    def select(
-        self, indices: Tensor, normed: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Select the tokens from which drafting continues."""
-        return normed[indices], hidden[indices], positions[indices], slots[indices]
-
-    def advance(
-        self, logits: Tensor, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The most likely tokens, their positions, and the layer's input for the next draft step."""
-        best = logits.argmax(-1)
-        tokens = (best + self.head.d2t[best]).to(torch.int32)
-        positions = (positions + 1).clamp(max=self.head.max_positions - 1)
-        return tokens, positions, self.inputs(tokens, hidden)
-
-
-def steps_of(head: Eagle, network: Network) -> PlainSteps | FusedSteps:
-    """Fused steps if the head uses Triton kernels and the embedding table is not packed."""
-    layer, table = head.midlayer, network.table
-    if not layer.self_attn.ops.is_triton or table is None:
-        return PlainSteps(head, network)
-    from windlass.kernels.triton.eagle import FusedSteps
-
-    norms = (layer.input_layernorm, layer.hidden_norm)
-    gains, hidden_gains = (norm.weight for norm in norms)
-    return FusedSteps(
-        table=table,
-        gains=gains,
-        hidden_gains=hidden_gains,
-        eps=norms[0].eps,
-        offsets=head.d2t,
-        max_positions=head.max_positions,
-    )
 
 
 def aux_layers_of(config: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ _INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _OUTER_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _PLAIN = ("F32", "F16", "BF16")
 

@@ -97,6 +97,7 @@ class HParams:
     moe: MoEHParams | None = None
     # If set, attention is MLA, and num_kv_heads and head_dim are those of the latents.
     mla: MLAHParams | None = None
+    num_mtp_layers: int = 0  # after the others, for drafting (models/mtp.py)
     dtype: str | None = None  # of the checkpoint: "bfloat16"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

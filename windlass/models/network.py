@@ -128,7 +128,8 @@ class Network(Weights):
         `inputs` are token ids. A pipeline stage after the first reads the residual stream of the stage
         before, and a stage before the last returns it, of all tokens.
         The keys of `aux_hidden_states` are layer indices; each value is set to a copy of the
-        residual stream before that layer.
+        residual stream before that layer. The value of the key `num_layers` is set to the LM head's
+        input of all tokens.
         """
 
     @abstractmethod

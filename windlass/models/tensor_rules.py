@@ -40,6 +40,7 @@ class Rule:
     """Renames the tensors that match `pattern`, and takes a part of them.
 
     Every rule whose pattern matches a whole name gives one tensor, so a fused tensor matches several.
+    A tensor that one rule does not use gives none.
     """
 
     pattern: str
@@ -224,15 +225,13 @@ def _targets(
     name: str, rules: Sequence[tuple[re.Pattern[str], Rule]]
 ) -> Iterator[tuple[str, _Source]]:
     """The network's tensors that a tensor of the file gives; its own name if no rule matches."""
-    matched = False
-    for pattern, rule in rules:
-        found = pattern.fullmatch(name)
-        if found is not None:
-            matched = True
-            if rule.name:
-                yield found.expand(rule.name), _Source(name, rule)
+    matches = [(pattern.fullmatch(name), rule) for pattern, rule in rules]
+    matched = [(found, rule) for found, rule in matches if found is not None]
     if not matched:
         yield name, _Source(name)
+    elif all(rule.name for _, rule in matched):
+        for found, rule in matched:
+            yield found.expand(rule.name), _Source(name, rule)
 
 
 def _within(

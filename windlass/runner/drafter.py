@@ -1,4 +1,4 @@
-"""The interface of drafters that read a step's hidden states on its device: Medusa and EAGLE heads."""
+"""The interface of drafters that read a step's hidden states on its device: Medusa, EAGLE, MTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class DrafterInputs:
 
     hidden: Tensor  # [sampled tokens, or all; hidden size]: input of the LM head
     read: Tensor  # [rows]: index into `hidden` of each row's last accepted token
-    aux_hidden_states: dict[int, Tensor]  # by layer: its input residual stream
+    # By layer: its input residual stream; under the number of layers: the LM head's input.
+    aux_hidden_states: dict[int, Tensor]
     following: Tensor  # [tokens]: the next token of each; undefined after a rejected draft token
     last: Tensor  # [rows]: index of each row's last accepted token
     batch: StepBatch
@@ -28,7 +29,7 @@ class DrafterInputs:
 class Drafter(Protocol):
     """Owns its weights and its KV pages, which use the target's block ids."""
 
-    layers: tuple[int, ...]  # target layers whose input it reads
+    layers: tuple[int, ...]  # keys of the aux hidden states that it reads
     num_siblings: int  # alternatives to the first draft token that it can make
 
     def draft(self, inputs: DrafterInputs, count: int, siblings: int = 0) -> Tensor:

@@ -1,7 +1,8 @@
-"""Resolves `--spec auto` from the files of --spec-model."""
+"""Resolves `--spec auto` from the files of the model and of --spec-model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -10,6 +11,7 @@ from windlass.errors import CheckpointError
 from windlass.models.json_file import read_json
 from windlass.models.source import ModelFiles, resolve
 from windlass.speculative.speculators import is_speculators
+from windlass.speculative_config import SpecName
 
 
 def detect_method(files: ModelFiles) -> Literal["medusa", "eagle", "draft"]:
@@ -25,13 +27,14 @@ def detect_method(files: ModelFiles) -> Literal["medusa", "eagle", "draft"]:
     return "eagle" if any("eagle" in str(name).lower() for name in names) else "draft"
 
 
-def resolve_auto(config: EngineConfig) -> EngineConfig:
-    """Replace auto by a method."""
+def resolve_auto(config: EngineConfig, has_mtp: Callable[[], bool] = lambda: False) -> EngineConfig:
+    """Replace auto by a method. `has_mtp`: whether the target has an MTP layer."""
     options = config.speculation
     if options.spec != "auto":
         return config
     if options.spec_model is None:
-        return replace(config, speculation=replace(options, spec="ngram"))
+        own_method: SpecName = "mtp" if has_mtp() else "ngram"
+        return replace(config, speculation=replace(options, spec=own_method))
     own = config.model
     try:
         files = resolve(

@@ -15,7 +15,8 @@ from windlass.kernels.batch import KVCache, attention_layout
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.storages import Held
 from windlass.layers.linear import Linear
-from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of, steps_of
+from windlass.models.draft_steps import DraftHead
+from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of
 from windlass.models.families.registry import read_hparams
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
@@ -45,16 +46,17 @@ class EagleDrafter:
     num_siblings = 0
 
     def __init__(
-        self, head: Eagle, network: Network, layers: tuple[int, ...], cache: KVCache
+        self, head: DraftHead, network: Network, layers: tuple[int, ...], cache: KVCache
     ) -> None:
         self.layers = layers
         self._head = head
-        self._steps = steps_of(head, network)
+        self._network = network
+        self._steps = head.steps(network)
         self._cache = cache
 
     def draft(self, inputs: DrafterInputs, count: int, siblings: int = 0) -> Tensor:
         assert not siblings
-        head, steps, kv = self._head, self._steps, self._cache.layers
+        head, steps, network, kv = self._head, self._steps, self._network, self._cache.layers
         known = head.fuse_aux_hidden_states(
             [inputs.aux_hidden_states[layer] for layer in self.layers]
         )
@@ -64,12 +66,12 @@ class EagleDrafter:
             return inputs.last.new_empty((0, count), dtype=torch.int32)
         at = (batch.positions, batch.token_slots)
         normed, hidden, positions, slots = steps.select(inputs.last, normed, hidden, *at)
-        tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+        tokens, positions, both = steps.advance(head.logits(normed, network), hidden, positions)
         drafted = [tokens]
         while len(drafted) < count:
             decode = replace(inputs.decode_batch(positions, slots), kv=kv)
             normed, hidden = head(both, hidden, decode)
-            tokens, positions, both = steps.advance(head.lm_head(normed), hidden, positions)
+            tokens, positions, both = steps.advance(head.logits(normed, network), hidden, positions)
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
 

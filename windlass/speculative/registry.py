@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,17 +21,19 @@ _LOADERS = {
     "self": "windlass.speculative.early_exit:open_loader",
     "medusa": "windlass.speculative.medusa:open_loader",
     "eagle": "windlass.speculative.eagle:open_loader",
+    "mtp": "windlass.speculative.mtp:open_loader",
 }
 # Methods that draft autoregressively: they write KV past the last known token.
-WRITES_KV_AHEAD = ("draft", "self", "eagle")
+WRITES_KV_AHEAD = ("draft", "self", "eagle", "mtp")
 # Methods whose drafts stay on the device, so that the next step can be pre-launched.
-PRELAUNCHES = ("medusa", "eagle")
+PRELAUNCHES = ("medusa", "eagle", "mtp")
 # Functions that refuse an unusable --spec-model or option before the target's weights are read.
 _CHECKS = {
     "draft": "windlass.speculative.draft_model:check",
     "self": "windlass.speculative.early_exit:check",
     "medusa": "windlass.speculative.heads:check",
     "eagle": "windlass.speculative.heads:check",
+    "mtp": "windlass.speculative.mtp:check",
 }
 # Functions that return what decides the drafting cost of --spec-model.
 _COST_KEYS = {
@@ -46,11 +49,16 @@ def resolve_method(
     """Replace auto by a method, and check that the method fits the model as far as files show."""
     if config.speculation.spec_alternatives:
         _check_alternatives(config, device)
-    config = resolve_auto(config)
+    config = resolve_auto(config, partial(_has_mtp, config, files, hparams))
     path = _CHECKS.get(config.speculation.spec)
     if path is not None:
         _import(path)(config, files, hparams)
     return config
+
+
+def _has_mtp(config: EngineConfig, files: ModelFiles, hparams: HParams) -> bool:
+    found: bool = _import("windlass.models.mtp:has_mtp")(files, config.model, hparams)
+    return found
 
 
 def _check_alternatives(config: EngineConfig, device: str) -> None:

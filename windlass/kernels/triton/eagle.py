@@ -1,4 +1,4 @@
-"""The operations between the GEMMs of an EAGLE head on CUDA: three kernels, not a dozen operators.
+"""The operations between the GEMMs of an EAGLE head or MTP layer on CUDA: three kernels, not a dozen operators.
 
 Drafting a token takes microseconds, most of them for launches.
 """
@@ -149,7 +149,7 @@ def eagle_advance_kernel(
 
 @dataclass(frozen=True, slots=True)
 class FusedSteps:
-    """The fused operations; same contracts as `models.eagle.PlainSteps`."""
+    """The fused operations; same contracts as `models.draft_steps.PlainSteps`."""
 
     table: Tensor  # [vocabulary, hidden] of the network's embedding
     gains: Tensor

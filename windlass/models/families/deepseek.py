@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3 (also R1 and Kimi K2): MLA, and experts that are chosen from the best groups.
 
 V2 scores experts by a softmax and groups by their best expert; V3 scores by a sigmoid, and adds a
-correction bias for the choice. The layers after num_hidden_layers predict further tokens (MTP).
+correction bias for the choice. The layers after num_hidden_layers draft (MTP, models/mtp.py).
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def _read(fields: Fields, architecture: str, routing: Routing | None) -> HParams
         attention_scale=heads.query_dim**-0.5 * _mscale(rope) ** 2,
         mla=MLAHParams(heads=heads, q_rank=_q_rank(fields), split_up=fields.flag(_SPLIT, False)),
         moe=None if routing is None else grouped_moe(fields, routing),
+        num_mtp_layers=fields.count("num_nextn_predict_layers", 0),
     )
     # To all that counts KV, the layers have one head of the latents' size.
     return replace(hparams, num_kv_heads=1, head_dim=heads.dim)

@@ -36,10 +36,12 @@ def _glm_moe(fields: Fields, architecture: str) -> HParams:
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else None,
         moe=grouped_moe(fields, routing),
+        num_mtp_layers=fields.count("num_nextn_predict_layers", 0),
     )
 
 
 def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    num_mtp_layers = keys.count("nextn_predict_layers", 0)
     names = {
         "expert_count": "n_routed_experts",
         "expert_used_count": "num_experts_per_tok",
@@ -51,9 +53,9 @@ def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     }
     return {
         **keys.renamed(names),
-        # The last blocks predict further tokens (MTP).
-        "num_hidden_layers": keys.positive_int("block_count")
-        - keys.count("nextn_predict_layers", 0),
+        # The last blocks are for drafting (MTP).
+        "num_hidden_layers": keys.positive_int("block_count") - num_mtp_layers,
+        "num_nextn_predict_layers": num_mtp_layers,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
     }
 
@@ -76,6 +78,12 @@ GLM_MOE = Family(
             **EXPERT_NAMES,
             **SHARED_NAMES,
             "post_attention_norm": "post_attention_layernorm",
+            "nextn.eh_proj": "eh_proj",
+            "nextn.enorm": "enorm",
+            "nextn.hnorm": "hnorm",
+            "nextn.embed_tokens": "embed_tokens",
+            "nextn.shared_head_norm": "shared_head.norm",
+            "nextn.shared_head_head": "shared_head.head",
         },
         config=_gguf_config,
         rules=_gguf_rules,

@@ -111,7 +111,7 @@ def gguf_expert_rules(hparams: HParams) -> list[Rule]:
 
 
 def shared_expert_rules(hparams: HParams) -> list[Rule]:
-    """Rules for shared experts and routers as DeepSeek names them; layers for MTP are not used."""
+    """Rules for shared experts and routers as DeepSeek names them; the network has no MTP layers."""
     layers = "|".join(str(layer) for layer in range(hparams.num_layers))
     return [
         Rule(

@@ -1,0 +1,130 @@
+"""MTP: the model's own layer for drafting, which predicts token by token as an EAGLE head does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.kernels.batch import KVCache
+from windlass.layers.linear import Linear
+from windlass.models.checkpoint import Checkpoint
+from windlass.models.hparams import HParams
+from windlass.models.loader import load
+from windlass.models.mtp import (
+    MTP,
+    has_mtp,
+    has_own_head,
+    mtp_hparams,
+    mtp_kv_layout,
+    open_mtp,
+)
+from windlass.models.network import Parts
+from windlass.models.source import ModelFiles
+from windlass.quant.base import LinearMethod
+from windlass.quant.unquantised import Unquantised
+from windlass.runner.load import Loaded, make_blueprint
+from windlass.speculative.base import Proposer, SpeculationContext
+from windlass.speculative.eagle import EagleDrafter
+from windlass.speculative.heads import attach
+
+if TYPE_CHECKING:
+    from windlass.runner.assemble import Assembled
+
+_PLAIN = ("bf16", "f16", "f32")
+
+
+def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
+    """Refuse a model without an MTP layer, before any weight is read."""
+    if has_mtp(files, config.model, hparams):
+        return
+    why = (
+        f"its files lack the tensors of layer {hparams.num_layers}: the conversion left them out"
+        if hparams.num_mtp_layers
+        else f"{hparams.source} has no num_nextn_predict_layers"
+    )
+    raise ConfigError(
+        f"--spec mtp: {files.name} ({hparams.architecture}) has no MTP layer: {why}. Use --spec ngram, "
+        "or a draft model with --spec-model."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MTPLoader:
+    """The layer with its weights loaded; `start` allocates its KV cache."""
+
+    layer: MTP
+    hparams: HParams  # of the layer
+    max_draft_tokens: int
+    loaded: Loaded
+
+    @property
+    def token_bytes(self) -> int:
+        return mtp_kv_layout(self.hparams, 1, self.loaded.parts.dtype).token_bytes
+
+    def start(self, made: Assembled) -> Proposer:
+        capacity, parts = made.capacity, self.loaded.parts
+        layout = mtp_kv_layout(self.hparams, capacity.block_size, parts.dtype)
+        # One block more, for writes past the end of a request's blocks.
+        cache = KVCache(layout, capacity.num_blocks + 1, parts.dtype, parts.device)
+        reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
+        drafter = EagleDrafter(
+            head=self.layer, network=self.loaded.network, layers=reads, cache=cache
+        )
+        return attach(made, drafter)
+
+    def describe(self) -> str:
+        head = "the model's" if self.layer.layer.shared_head.head is None else "its own"
+        return f"mtp, up to {self.max_draft_tokens} draft tokens, {head} LM head"
+
+
+def open_loader(context: SpeculationContext) -> MTPLoader:
+    hparams = mtp_hparams(context.hparams)
+    checkpoint = open_mtp(context.files, context.config.model, context.hparams)
+    parts = _parts(context, hparams, checkpoint)
+    with torch.device("meta"):
+        layer = MTP(hparams, parts, own_head=has_own_head(checkpoint, context.hparams))
+    load(layer, checkpoint, parts.device)
+    linears = [module for module in layer.modules() if isinstance(module, Linear)]
+    context.loaded.gemm.tune([weight for each in linears for weight in each.plain_weights])
+    return MTPLoader(
+        layer=layer,
+        hparams=hparams,
+        max_draft_tokens=context.config.speculation.max_draft_tokens,
+        loaded=context.loaded,
+    )
+
+
+def _parts(context: SpeculationContext, hparams: HParams, checkpoint: Checkpoint) -> Parts:
+    """The network's choices, with methods for the layer's tensors, and kernels for plain KV."""
+    config, loaded = context.config, context.loaded
+    plain_kv = replace(config, cache=replace(config.cache, kv_cache_dtype="auto"))
+    own = make_blueprint(
+        plain_kv, hparams, checkpoint, workers=loaded.parts.workers, gemm=loaded.gemm
+    ).parts
+    return replace(
+        own,
+        method_for=_method_for(own, loaded, hparams, checkpoint),
+        mesh=loaded.parts.mesh,
+    )
+
+
+def _method_for(
+    own: Parts, loaded: Loaded, hparams: HParams, checkpoint: Checkpoint
+) -> Callable[[str, Iterable[str]], LinearMethod]:
+    """The methods of the checkpoint's format. It need not say that eh_proj and the head have none."""
+    plain, names = Unquantised(own.dtype, loaded.gemm), checkpoint.names()
+
+    def method_for(prefix: str, parts: Iterable[str]) -> LinearMethod:
+        parts = list(parts)
+        if parts == ["head"] or (parts == ["eh_proj"] and hparams.quantization):
+            name = f"{prefix}{parts[0]}.weight"
+            if name in names and checkpoint.stored(name).format in _PLAIN:
+                return plain
+        return own.method_for(prefix, parts)
+
+    return method_for
