@@ -23,6 +23,7 @@ from windlass.config import (
     GrammarConfig,
     LoraConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     ServeConfig,
     SpecConfig,
@@ -42,13 +43,14 @@ BELOW: dict[str, set[str]] = {
     "settings": {"errors"},
     "speculative_config": {"settings"},
     "lora_config": {"settings"},
-    "config": {"lora_config", "speculative_config"},
+    "parallel_config": {"settings"},
+    "config": {"lora_config", "parallel_config", "speculative_config"},
     "core": {"config"},
     "engine": {"core"},
     "text": {"core", "child_process"},
     "serve": {"engine", "pages", "text"},
     "kernels": {"config", "folders"},
-    "parallel": {"config"},
+    "parallel": {"config", "child_process"},
     "quant": {"kernels"},
     "layers": {"quant", "parallel"},
     "models": {"layers"},
@@ -162,6 +164,7 @@ for name in sys.argv[1:]:
 
 def test_scheduler_and_server_import_without_torch() -> None:
     packages = {"errors", "settings", "speculative_config", "lora_config", "config"}
+    packages |= {"parallel_config"}
     packages |= {"child_process", "core", "engine", "serve", "text"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if package_of(name) in packages]
@@ -267,7 +270,7 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     flags = {name for line in lines for name in re.findall(r"--[a-z][a-z-]*", line)}
     expected = {"--config", "--help"}
     sections = (ModelConfig, CacheConfig, SchedulerConfig, SpecConfig, LoraConfig)
-    for section in (*sections, GrammarConfig, ServeConfig, GateConfig):
+    for section in (*sections, GrammarConfig, ParallelConfig, ServeConfig, GateConfig):
         for item in fields(section):
             long = [name for name in item.metadata["flags"] if name.startswith("--")]
             names = [flag(item.name), *long]

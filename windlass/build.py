@@ -27,7 +27,7 @@ from windlass.core.scheduler import Scheduler
 from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, EngineError
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
@@ -38,10 +38,13 @@ from windlass.text.grammar.matchers import RequestMatchers
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
     from windlass.lora.start import AdapterSetup
+    from windlass.parallel.launch import Handler, Place, Ranks
+    from windlass.parallel.mesh import Mesh
     from windlass.runner.assemble import Assembled
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
+    from windlass.runner.worker import Followers
     from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
 
@@ -132,22 +135,110 @@ def import_torch() -> None:
             gc.enable()
 
 
-def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
-    """Build an engine in this process. `weights`: share another engine's instead of loading."""
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What every rank of a replica builds; the scheduler and the measurements are rank 0's alone."""
+
+    config: EngineConfig  # with the proposer that `--spec auto` stands for
+    limits: Limits
+    weights: Loaded
+    adapters: AdapterSetup | None
+    speculation: SpeculationSetup | _NoSpeculation
+    made: Assembled
+    grammars: GrammarCompiler
+
+
+def build_engine(
+    config: EngineConfig,
+    source: Source,
+    weights: Loaded | None = None,
+    *,
+    exit_when_lost: bool = False,
+) -> Built:
+    """Build an engine in this process. `weights`: share another engine's instead of loading.
+
+    `exit_when_lost`: end this process soon after another rank of the engine died or hung.
+    """
     log = _Log()
-    log.import_torch()
+    requested_spec = config.speculation.spec
+    with _ranks(config, weights, exit_when_lost=exit_when_lost) as ranks:
+        log.import_torch()
+        from windlass.parallel.groups import connect
+        from windlass.runner.device import choose_device
+        from windlass.runner.worker import Followers
+
+        config = _resolve_speculation(config, source, choose_device(config.model).type)
+        if ranks is None:
+            return _finish(
+                _build_rank(config, source, log, weights=weights), source, log, requested_spec
+            )
+        ranks.build(partial(build_worker, config, source))
+        ranks.wait_until_ready()
+        rank = _build_rank(config, source, log, mesh=connect(ranks.place))
+        ranks.wait_until_ready()
+        followers = Followers(ranks)
+        rank.made.runner.lead(followers)
+        return _finish(rank, source, log, requested_spec, followers)
+
+
+@contextmanager
+def _ranks(
+    config: EngineConfig, weights: Loaded | None, *, exit_when_lost: bool
+) -> Iterator[Ranks | None]:
+    """Start the other ranks of the config, and end them if this one cannot be built."""
+    if config.parallel.num_ranks == 1:
+        yield None
+        return
+    from windlass.parallel.launch import Ranks
+
+    if weights is not None:
+        raise ConfigError("the weights of another engine cannot be shared by several ranks.")
+    if config.lora.enable_lora or config.speculation.spec not in ("none", "ngram", "lookahead"):
+        raise ConfigError("--tensor-parallel-size supports neither adapters nor draft models yet.")
+    ranks = Ranks(config.parallel, import_torch, exit_when_lost=exit_when_lost)
+    try:
+        yield ranks
+    except BaseException as error:
+        found = error if isinstance(error, EngineError) else ranks.lost(error)
+        ranks.close()
+        raise found from error
+
+
+def build_worker(
+    config: EngineConfig, source: Source, place: Place, ready: Callable[[], None]
+) -> Handler:
+    """Build a rank beside rank 0, in its own process."""
+    from windlass.parallel.groups import connect
+    from windlass.runner.memory import RunnerMemory
+    from windlass.runner.worker import Worker
+
+    ready()
+    rank = _build_rank(config, source, _Log(), mesh=connect(place))
+    _tune_garbage_collector()
+    made = rank.made
+    memory = RunnerMemory(_owners(made.runner, rank.adapters), rank.weights.parts.device, {})
+    worker = Worker(made.runner, {"sleep": memory.sleep, "wake": memory.wake})
+    return worker.handle
+
+
+def _build_rank(
+    config: EngineConfig,
+    source: Source,
+    log: _Log,
+    *,
+    mesh: Mesh | None = None,
+    weights: Loaded | None = None,
+) -> _Rank:
+    """Build this rank's runner with everything that plans need. All ranks do this at the same time."""
     from windlass.runner.assemble import make_runner
     from windlass.runner.device import choose_device
     from windlass.runner.load import load_network
 
     files, hparams = source.files, source.hparams
-    device = choose_device(config.model)
-    limits = config.limits(device.type)
-    requested_spec = config.speculation.spec
-    config = _resolve_speculation(config, source, device.type)
+    limits = config.limits(choose_device(config.model).type)
     with log.phase("load weights"):
         checkpoint = open_checkpoint(files, config.model)
-        weights = load_network(config, hparams, checkpoint, weights=weights)
+        weights = load_network(config, hparams, checkpoint, weights=weights, mesh=mesh)
     with log.phase("adapters"):
         adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):
@@ -159,6 +250,23 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     grammars = _grammars(config, source)
     matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
     made.runner.attach_grammars(matchers)
+    return _Rank(
+        config=config,
+        limits=limits,
+        weights=weights,
+        adapters=adapters,
+        speculation=speculation,
+        made=made,
+        grammars=grammars,
+    )
+
+
+def _finish(
+    rank: _Rank, source: Source, log: _Log, requested_spec: str, followers: Followers | None = None
+) -> Built:
+    """Start speculation, and make the scheduler and the engine around the runner."""
+    files, hparams = source.files, source.hparams
+    limits, made, adapters, weights = rank.limits, rank.made, rank.adapters, rank.weights
     capacity = made.capacity
     log.choices += [
         Choice("model", f"{files.name} ({hparams.architecture})", f"{files.kind}: {files.path}"),
@@ -172,23 +280,23 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
     ]
     with log.phase("speculation"):
         runner, drafts, choice = _start_speculation(
-            speculation, made=made, limits=limits, requested=requested_spec
+            rank.speculation, made=made, limits=limits, requested=requested_spec
         )
     log.choices.append(choice)
     scheduler = make_scheduler(
-        config,
+        rank.config,
         limits,
         capacity,
         made.max_model_len,
         source.eos_ids,
         why_not_batch_invariant=weights.why_not_batch_invariant,
         draft_limits=DraftLimits(
-            lookahead=speculation.lookahead,
-            lookahead_after_drafts=speculation.lookahead_after_drafts,
+            lookahead=rank.speculation.lookahead,
+            lookahead_after_drafts=rank.speculation.lookahead_after_drafts,
             drop_drafts_below=made.runner.max_mixed_tokens,
         ),
         adapters=adapters,
-        grammars=grammars,
+        grammars=rank.grammars,
         drafts=drafts,
     )
     adapter_memory = {} if adapters is None else {"adapters": adapters.bank.num_bytes}
@@ -204,14 +312,7 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         adapters=adapters.store.folders if adapters is not None else {},
     )
     _tune_garbage_collector()
-    engine = _make_engine(
-        config,
-        scheduler=scheduler,
-        runner=runner,
-        made=made,
-        weights=weights,
-        adapters=adapters,
-    )
+    engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
     return Built(engine, report, weights)
 
 
@@ -235,25 +336,24 @@ def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:
 
 
 def _make_engine(
-    config: EngineConfig,
+    rank: _Rank,
     *,
     scheduler: Scheduler,
     runner: Runner | SpeculativeRunner,
-    made: Assembled,
-    weights: Loaded,
-    adapters: AdapterSetup | None,
+    followers: Followers | None,
 ) -> Engine:
     from windlass.runner.memory import RunnerMemory
 
-    device = weights.parts.device
+    device, made = rank.weights.parts.device, rank.made
     # Measured on a GPU when the cache was sized: no tensor owns this memory.
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
-    overlap = config.scheduler.overlap and device.type == "cuda"
-    owners: list[Owner] = [runner]
-    if adapters is not None:
-        owners.append(adapters.store)
-    memory = RunnerMemory(owners, device, steps)
+    overlap = rank.config.scheduler.overlap and device.type == "cuda"
+    memory = RunnerMemory(_owners(runner, rank.adapters), device, steps, followers)
     return Engine(scheduler, runner, overlap=overlap, memory=memory)
+
+
+def _owners(runner: Runner | SpeculativeRunner, adapters: AdapterSetup | None) -> list[Owner]:
+    return [runner] if adapters is None else [runner, adapters.store]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +375,8 @@ def build_scorer(
     from windlass.runner.load import load_network
     from windlass.runner.scoring import Scorer
 
+    if config.parallel.num_ranks > 1:
+        raise ConfigError("tokens are scored on one device. Leave out --tensor-parallel-size.")
     size = config.cache.block_size
     config = replace(
         config,
@@ -303,7 +405,7 @@ def build_scorer(
 
 def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:
     """Build the engine in a server's engine process. The arguments are sent to that process."""
-    built = build_engine(config, source)
+    built = build_engine(config, source, exit_when_lost=True)
     return built.engine, built.report
 
 

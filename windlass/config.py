@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from windlass.errors import ConfigError
 from windlass.lora_config import LoraConfig as LoraConfig
+from windlass.parallel_config import ParallelConfig as ParallelConfig
 from windlass.settings import DType as DType
 from windlass.settings import Quantization as Quantization
 from windlass.settings import at_least
@@ -440,6 +441,7 @@ class EngineConfig:
     speculation: SpecConfig = field(default_factory=SpecConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
@@ -451,6 +453,7 @@ class EngineConfig:
             "speculation": SpecConfig,
             "lora": LoraConfig,
             "grammar": GrammarConfig,
+            "parallel": ParallelConfig,
         }
         return cls(**split_options(sections, options))
 

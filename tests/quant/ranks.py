@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,8 @@ class FakeGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        assert x.shape[-1] == widths[self.rank]
         return x
 
 
@@ -49,7 +50,8 @@ class ThreadGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        assert x.shape[-1] == widths[self.rank]
         return torch.cat(self._exchange(x), dim=-1)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:

@@ -22,6 +22,7 @@ from windlass.cli.options import (
     GRAMMAR_OPTIONS,
     LORA_OPTIONS,
     MODEL_ARGUMENT,
+    PARALLEL_OPTIONS,
     SERVE_OPTIONS,
     Option,
 )
@@ -51,7 +52,8 @@ class Options:
 
     def engine_values(self) -> dict[str, Any]:
         """Engine options as keyword arguments of `LLM`."""
-        return self.only([MODEL_ARGUMENT, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
+        engine = [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *PARALLEL_OPTIONS]
+        return self.only([MODEL_ARGUMENT, *engine])
 
     def engine(self) -> EngineConfig:
         return EngineConfig.of(**self.engine_values())

@@ -21,6 +21,7 @@ from windlass.cli.options import (
     GRAMMAR_OPTIONS,
     LIMIT_OPTIONS,
     LORA_OPTIONS,
+    PARALLEL_OPTIONS,
     SERVE_OPTIONS,
 )
 from windlass.cli.plan import PLAN_OPTIONS, plan
@@ -60,11 +61,11 @@ def root(
     """LLM inference with a measured cost for every speed-up."""
 
 
-register(
-    app, serve, [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS]
-)
-register(app, chat, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
-register(app, generate, [*SAMPLING_OPTIONS, *ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS])
+_MODEL_OPTIONS = [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *PARALLEL_OPTIONS]
+
+register(app, serve, [*_MODEL_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
+register(app, chat, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
+register(app, generate, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, ladder, LADDER_OPTIONS)

@@ -24,6 +24,7 @@ from windlass.config import (
     GrammarConfig,
     LoraConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     ServeConfig,
     SpecConfig,
@@ -266,6 +267,8 @@ ENGINE_OPTIONS = [
 LORA_OPTIONS = options_of(LoraConfig, "Adapters")
 # For commands whose requests can have a grammar.
 GRAMMAR_OPTIONS = options_of(GrammarConfig, "Structured outputs")
+# For commands that can run one model on several devices.
+PARALLEL_OPTIONS = options_of(ParallelConfig, "Parallelism")
 SERVE_OPTIONS = options_of(ServeConfig, "Server")
 GATE_OPTIONS = options_of(GateConfig, "Quality gate")
 # The limits alone, for commands that measure quality themselves.

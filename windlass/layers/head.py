@@ -45,6 +45,7 @@ class Head(Linear):
         """`name` is the checkpoint module of the weight."""
         rows = vocab_shard(vocab_size, group, method.params(name, vocab_size, hidden_size))
         super().__init__({name: rows}, Shard(hidden_size), method, group, bias)
+        self._widths = rows.counts
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
-        return self.group.all_gather(super().forward(x, adapters))
+        return self.group.all_gather(super().forward(x, adapters), self._widths)

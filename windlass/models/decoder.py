@@ -36,11 +36,11 @@ from windlass.layers.moe import MoE, MoEShape
 from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, after
 from windlass.layers.rotary import Rotary
 from windlass.models.hparams import HParams
-from windlass.models.network import Network, Parts
+from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
 from windlass.models.stages import Stage
-from windlass.parallel.mesh import SingleRank
+from windlass.parallel.mesh import Mesh, SingleRank
 from windlass.quant.packed_method import PackedMethod
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -356,7 +356,9 @@ class Decoder(Network):
         )
 
     @classmethod
-    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+    def kv_layout(
+        cls, hparams: HParams, block_size: int, dtype: torch.dtype, mesh: Mesh
+    ) -> KVLayout:
         if hparams.mla is not None:
             return latent_layout(
                 hparams.num_layers,
@@ -366,7 +368,7 @@ class Decoder(Network):
             )
         return attention_layout(
             hparams.sliding_windows,
-            num_kv_heads=hparams.num_kv_heads,
+            num_kv_heads=rank_heads(hparams, mesh).num_kv,
             dim=hparams.head_dim,
             block_size=block_size,
             dtype=dtype,

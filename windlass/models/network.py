@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +32,7 @@ from windlass.models.stages import Stage
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
 from windlass.quant.packed_method import PackedMethod
+from windlass.quant.shard import Shard
 
 _DECODER = "windlass.models.decoder:Decoder"
 _TRANSFORMERS = "windlass.models.transformers_fallback:TransformersNetwork"
@@ -107,8 +108,10 @@ class Network(Weights):
 
     @classmethod
     @abstractmethod
-    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
-        """The KV that the layers keep, in a cache of `dtype`."""
+    def kv_layout(
+        cls, hparams: HParams, block_size: int, dtype: torch.dtype, mesh: Mesh
+    ) -> KVLayout:
+        """The KV that this rank's part of the layers keeps, in a cache of `dtype`."""
 
     @property
     def table(self) -> Tensor | None:
@@ -145,14 +148,17 @@ def kernel_need(
     kv_dtype: torch.dtype | None = None,
     plain: bool = False,
     workers: Workers | None = None,
+    mesh: Mesh | None = None,
 ) -> Need:
-    """What the network requires of its kernels."""
+    """What this rank's part of the network requires of its kernels."""
+    heads = rank_heads(hparams, mesh or Mesh())
+    latent = None if hparams.mla is None else replace(hparams.mla.heads, num_q=heads.num_q)
     return Need(
         device=device,
         dtype=dtype,
-        heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+        heads=heads,
         soft_cap=hparams.attention_soft_cap,
-        latent=None if hparams.mla is None else hparams.mla.heads,
+        latent=latent,
         sinks=hparams.attention_sinks,
         kv_dtype=kv_dtype,
         plain=plain,
@@ -166,9 +172,18 @@ def make_network(hparams: HParams, parts: Parts) -> Network:
         return _network_class(hparams)(hparams, parts)
 
 
-def kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+def kv_layout(
+    hparams: HParams, block_size: int, dtype: torch.dtype, mesh: Mesh | None = None
+) -> KVLayout:
     """The KV layout of a model whose network need not exist. `dtype`: of the KV cache."""
-    return _network_class(hparams).kv_layout(hparams, block_size, dtype)
+    return _network_class(hparams).kv_layout(hparams, block_size, dtype, mesh or Mesh())
+
+
+def rank_heads(hparams: HParams, mesh: Mesh) -> Heads:
+    """The attention heads that this rank computes. Ranks beyond the KV heads share them."""
+    q = Shard.even(hparams.num_heads, mesh.tp)
+    kv = Shard.replicated(hparams.num_kv_heads, mesh.tp, unit=1)
+    return Heads(q.count, kv.count, hparams.head_dim)
 
 
 def _network_class(hparams: HParams) -> Any:

@@ -27,6 +27,7 @@ from windlass.layers.rotary import Rotary
 from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts
 from windlass.models.transformers_model import TransformersModel
+from windlass.parallel.mesh import Mesh
 from windlass.quant.shard import Shard
 
 _NAME = "windlass"
@@ -123,6 +124,11 @@ class TransformersNetwork(Network):
     def __init__(self, hparams: HParams, parts: Parts) -> None:
         super().__init__()
         assert hparams.transformers is not None
+        if parts.mesh.world.size > 1:
+            raise UnsupportedError(
+                f"{hparams.architecture} runs through transformers' code, which computes whole layers "
+                "on one device. Leave out --tensor-parallel-size."
+            )
         self.found, self.parts = hparams.transformers, parts
         self.heads = Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim)
         self.tied = self.found.tied
@@ -145,7 +151,10 @@ class TransformersNetwork(Network):
                 block.register_forward_pre_hook(_keep_input(index), with_kwargs=True)
 
     @classmethod
-    def kv_layout(cls, hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
+    def kv_layout(
+        cls, hparams: HParams, block_size: int, dtype: torch.dtype, mesh: Mesh
+    ) -> KVLayout:
+        del mesh  # refused when the network is built
         return attention_layout(
             hparams.sliding_windows,
             num_kv_heads=hparams.num_kv_heads,

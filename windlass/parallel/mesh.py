@@ -5,6 +5,7 @@ A group of one rank has no overhead, so layers need no special case for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,11 +22,11 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors."""
+        """The sum of all ranks' tensors, in the order of the ranks: the same bits on every rank."""
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' tensors, concatenated along the last dimension, whose sizes may differ."""
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """All ranks' tensors, concatenated along the last dimension, of which each has its width."""
         ...
 
 
@@ -39,16 +40,23 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        del widths
         return x
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The process groups of this process."""
+    """The process groups of this process.
+
+    tp shares every layer, pp divides the layers into stages, ep divides experts over the ranks of tp;
+    world has all ranks of the replica. Rank r of the world has the stage r // tp.size.
+    """
 
     tp: Group = field(default_factory=SingleRank)
+    pp: Group = field(default_factory=SingleRank)
     ep: Group = field(default_factory=SingleRank)
+    world: Group = field(default_factory=SingleRank)
 
     @property
     def expert_tp(self) -> Group:

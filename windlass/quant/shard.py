@@ -7,7 +7,7 @@ cut, and the loader reads only a shard's slice of each tensor.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Region = tuple[slice, ...]  # a slice of each leading dimension of a tensor; (): all of it
@@ -63,6 +63,11 @@ class Shard:
     @property
     def count(self) -> int:
         return self.stop - self.start
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of features of each rank."""
+        return [replace(self, rank=rank).count for rank in range(self.size)]
 
     @property
     def is_whole(self) -> bool:

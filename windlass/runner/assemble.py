@@ -9,12 +9,14 @@ import torch
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
-from windlass.kernels.batch import Heads, KVCache
+from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
 from windlass.kernels.prepared import Prepared
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
+from windlass.models.network import rank_heads
+from windlass.parallel.groups import least
 from windlass.runner import device as found
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
@@ -86,6 +88,10 @@ def make_runner(
         beside=size * beside,
         reserved=sum(reserved.values()),
     )
+    num_blocks = least(parts.mesh.world, capacity.num_blocks)
+    if num_blocks < capacity.num_blocks:
+        reason = f"the fewest of all ranks, less than here: {capacity.reason}"
+        capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
     found.check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
     runner, cache = maker.make(capacity.num_blocks)
     max_model_len = parts.max_positions
@@ -192,7 +198,7 @@ class _Maker:
             hparams, speculation = self._hparams, self._config.speculation
             return cuda_executors(
                 parts,
-                heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+                heads=rank_heads(hparams, self._loaded.parts.mesh),
                 latent=hparams.mla is not None,
                 max_rows=self._limits.max_num_seqs if self._why_eager is None else 0,
                 max_tokens=self._limits.max_num_batched_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
 from windlass.models.network import kv_layout
+from windlass.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,16 @@ def choose_kv_format(
     device: torch.device,
     triton: bool,
     native: bool = False,
+    mesh: Mesh | None = None,
 ) -> KVFormat:
     """Choose the dtype of the KV cache. `dtype`: of the computation.
 
     `native`: the native CPU kernels are in use, not the float32 reference.
     """
 
-    layout_of = partial(kv_layout, hparams, block_size)
+    def layout_of(kind: torch.dtype) -> KVLayout:
+        return kv_layout(hparams, block_size, kind, mesh)
+
     halved = native and dtype == torch.float32
     own = torch.float16 if halved else dtype
     usual, name = layout_of(own), str(own).removeprefix("torch.")
@@ -128,17 +131,18 @@ class ThreadChoice:
         return Choice("threads", str(self.count), self.reason)
 
 
-def choose_threads(config: ModelConfig) -> ThreadChoice:
-    """As set, or the cores available to this process. torch's own operators use as many threads.
+def choose_threads(config: ModelConfig, num_ranks: int = 1) -> ThreadChoice:
+    """As set, or this rank's share of the cores. torch's own operators use as many threads.
 
     torch has one setting per process. With several engines in a process, operators of torch (eager
     steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
     of each engine use its own pool.
     """
     cores = _num_cores()
-    count = cores if config.num_threads == AUTO else config.num_threads
+    count = max(1, cores // num_ranks) if config.num_threads == AUTO else config.num_threads
     torch.set_num_threads(count)
-    reason = f"{cores} cores are allowed" if config.num_threads == AUTO else "as set"
+    shared = f", shared by {num_ranks} ranks" if num_ranks > 1 else ""
+    reason = f"{cores} cores are allowed{shared}" if config.num_threads == AUTO else "as set"
     return ThreadChoice(count, reason)
 
 

@@ -25,6 +25,7 @@ from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, kernel_need, make_network
 from windlass.models.share import share_weights
+from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
 
@@ -68,14 +69,16 @@ def make_blueprint(
     *,
     workers: Workers | None = None,
     gemm: TorchGemm | None = None,
+    mesh: Mesh | None = None,
 ) -> Blueprint:
     """Choose device, dtype, kernels, weight formats and context length.
 
     `workers`: of the engine that a draft model belongs to. `gemm`: tuned for the same weights.
     """
+    mesh = mesh or Mesh()
     where = found.choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model)
+    threads = found.choose_threads(config.model, config.parallel.ranks_per_node)
     workers = workers or Workers(threads.count)
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
@@ -86,6 +89,7 @@ def make_blueprint(
             kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
             workers=workers,
+            mesh=mesh,
         )
     )
     longest, length_choice = _longest(config, hparams)
@@ -105,6 +109,7 @@ def make_blueprint(
         max_positions=longest,
         ops=ops,
         method_for=methods.method_for,
+        mesh=mesh,
         table_dtype=methods.table_dtype,
         table_method=methods.table_method,
         workers=workers,
@@ -139,6 +144,7 @@ def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> found.
         parts.device,
         triton,
         native,
+        parts.mesh,
     )
 
 
@@ -149,14 +155,15 @@ def load_network(
     *,
     weights: Loaded | None = None,
     workers: Workers | None = None,
+    mesh: Mesh | None = None,
 ) -> Loaded:
-    """Build the network and load its weights.
+    """Build the network and load its weights, or this rank's shards of them.
 
     `weights`: share these instead of reading the checkpoint. `workers`: of the engine that a draft
     model belongs to.
     """
     gemm = None if weights is None else weights.gemm.twin()
-    blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm)
+    blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm, mesh=mesh)
     network = make_network(hparams, blueprint.parts)
     if weights is None:
         load(network, checkpoint, blueprint.parts.device)

@@ -23,6 +23,7 @@ from windlass.folders import cache_folder
 from windlass.kernels.storages import MemoryKind, Owner
 from windlass.pages import PAGE, give_back, libc, mappings
 from windlass.runner import device as found
+from windlass.runner.worker import Followers
 
 # What sleep writes to a file, and what the next steps write again anyway.
 _RESTORED: tuple[MemoryKind, ...] = ("weights", "adapters")
@@ -70,15 +71,21 @@ def storages(owners: Iterable[Owner]) -> Iterator[tuple[MemoryKind, Storage]]:
 class RunnerMemory:
     """Reports the engine's memory and, during sleep, owns the file with its weights.
 
-    `measured`: bytes without a tensor, such as CUDA graphs.
+    `measured`: bytes without a tensor, such as CUDA graphs. `followers`: other ranks, which sleep and
+    wake with this one.
     """
 
     def __init__(
-        self, owners: Sequence[Owner], device: torch.device, measured: dict[str, int]
+        self,
+        owners: Sequence[Owner],
+        device: torch.device,
+        measured: dict[str, int],
+        followers: Followers | None = None,
     ) -> None:
         self._owners = owners
         self._device = device
         self._measured = measured
+        self._followers = followers
         self._asleep: tuple[IO[bytes], list[Storage]] | None = None
 
     def held(self) -> MemoryReport:
@@ -136,6 +143,8 @@ class RunnerMemory:
             raise EngineError(
                 f"the weights could not be written to {folder} for the time of the sleep: {error}."
             ) from error
+        if self._followers is not None:
+            self._followers.call("sleep")
         self._asleep = file, weights
         for storage in [*held, *(each for name, each in all_there if name in _DROPPED)]:
             give_back(*storage.pages())
@@ -145,6 +154,8 @@ class RunnerMemory:
         if self._asleep is None:
             return
         file, weights = self._asleep
+        if self._followers is not None:
+            self._followers.call("wake")
         file.seek(0)
         for storage in weights:
             _read(file, storage.view())

@@ -7,6 +7,7 @@ eager.py on any device, program.py on the CPU, cuda/ with captured graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,14 @@ from windlass.runner.grammar import Matchers
 from windlass.runner.inputs import SlotFacts, StepInputs
 
 
+class Followers(Protocol):
+    """Other ranks, which run every plan of this runner too; see worker.py."""
+
+    def announce(self, plan: StepPlan) -> None: ...
+
+    def lost(self, error: BaseException) -> EngineError: ...
+
+
 class Runner:
     """Owns the KV pages, the block tables, the sampling state and the executors."""
 
@@ -33,6 +42,11 @@ class Runner:
         self._drafter: Drafter | None = None
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
+        self._followers: Followers | None = None
+
+    def lead(self, followers: Followers) -> None:
+        """Announce every plan from now on to other ranks, before it is run here."""
+        self._followers = followers
 
     @property
     def padding(self) -> SlotId:
@@ -71,6 +85,8 @@ class Runner:
 
         A row with draft tokens returns 1 + the number of accepted ones.
         """
+        if self._followers is not None:
+            return self._submit_with(self._followers, plan)
         try:
             return self._launch(self._apply(plan))
         except torch.cuda.OutOfMemoryError as error:
@@ -79,6 +95,14 @@ class Runner:
                 f"a step of {plan.num_tokens} tokens does not fit beside the KV cache: {error} "
                 "Lower --max-num-batched-tokens or --memory-share."
             ) from error
+
+    def _submit_with(self, followers: Followers, plan: StepPlan) -> PendingStep:
+        """Run a plan on all ranks. One that fails here is the end: the others are in the middle of it."""
+        followers.announce(plan)
+        try:
+            return self._launch(self._apply(plan))
+        except Exception as error:
+            raise followers.lost(error) from error
 
     def attach(self, drafter: Drafter) -> None:
         """Add a drafter, which runs in steps with a `draft_length`."""

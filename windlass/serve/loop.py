@@ -25,7 +25,7 @@ import zmq
 from windlass.child_process import die_with_parent
 from windlass.core.card import EngineReport
 from windlass.engine import Engine
-from windlass.errors import EngineError, RequestError
+from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.code_pages import release_code
 from windlass.serve.journal import Journal
@@ -246,7 +246,8 @@ class _EngineLoop:
         try:
             outputs = self._engine.step()
         except Exception as error:  # running requests end with an error; the engine continues
-            self._failed_steps += 1
+            lost = isinstance(error, WorkerDied)  # another rank: no step can succeed any more
+            self._failed_steps += _MAX_FAILED_STEPS if lost else 1
             _log.exception("a step failed (%d in a row)", self._failed_steps)
             text = f"{type(error).__name__}: {error}"
             self._outgoing.append(messages.StepFailed(self._journal.running(), text))

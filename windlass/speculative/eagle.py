@@ -20,7 +20,7 @@ from windlass.models.eagle import Eagle, EagleNorms, aux_layers_of
 from windlass.models.families.registry import read_hparams
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
-from windlass.models.network import Network, Parts, kernel_need
+from windlass.models.network import Network, Parts, kernel_need, rank_heads
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
@@ -100,7 +100,7 @@ class EagleLoader:
     def _layout(self, block_size: int) -> KVLayout:
         return attention_layout(
             (None,),
-            num_kv_heads=self.hparams.num_kv_heads,
+            num_kv_heads=rank_heads(self.hparams, self.loaded.parts.mesh).num_kv,
             dim=self.hparams.head_dim,
             block_size=block_size,
             dtype=self.loaded.parts.dtype,
@@ -167,6 +167,9 @@ def _load(head: Eagle, files: HeadFiles, device: torch.device, *, full_vocab: bo
 def _parts(loaded: Loaded, hparams: HParams) -> Parts:
     """The network's device and dtype, with kernels for the head's own shape."""
     own = loaded.parts
-    ops = choose_ops(kernel_need(hparams, device=own.device, dtype=own.dtype, workers=own.workers))
+    need = kernel_need(
+        hparams, device=own.device, dtype=own.dtype, workers=own.workers, mesh=own.mesh
+    )
+    ops = choose_ops(need)
     plain = Unquantised(own.dtype, loaded.gemm)
     return replace(own, ops=ops, method_for=lambda _prefix, _parts: plain)

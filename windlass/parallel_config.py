@@ -1,0 +1,61 @@
+"""Options of running one model on several devices, and their validation. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.errors import ConfigError
+from windlass.settings import at_least, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Several devices, or processes on CPUs, for one model."""
+
+    tensor_parallel_size: int = option(
+        1, "Number of devices, or of processes on a CPU, that share every layer.", "-tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, "Number of groups of devices that each hold some of the layers.", "-pp"
+    )
+    data_parallel_size: int = option(1, "Number of replicas of the engine.", "-dp")
+    enable_expert_parallel: bool = option(
+        False, "Split mixture-of-experts layers by expert instead of splitting every expert."
+    )
+    nnodes: int = option(1, "Number of machines that share the model.")
+    node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")
+    master_addr: str = option("127.0.0.1", "Address of the first machine.")
+    master_port: int = option(29500, "Port on the first machine where the others connect.")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        at_least(self, 1, "nnodes", "master_port")
+        at_least(self, 0, "node_rank")
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}: machines are "
+                "numbered from 0."
+            )
+        if self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of the model. "
+                "Choose a --tensor-parallel-size that is a multiple of it."
+            )
+        self._refuse_unsupported()
+
+    def _refuse_unsupported(self) -> None:
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError("--pipeline-parallel-size above 1 is not supported yet.")
+        if self.data_parallel_size > 1:
+            raise ConfigError("--data-parallel-size above 1 is not supported yet.")
+        if self.enable_expert_parallel:
+            raise ConfigError("--enable-expert-parallel is not supported yet.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica, on all machines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nnodes
