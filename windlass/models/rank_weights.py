@@ -6,7 +6,7 @@ decide. Layers that are stored alike are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -86,7 +86,8 @@ class CountedRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError(f"a counted network does not run: {x.shape}")
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        del widths
         raise AssertionError(f"a counted network does not run: {x.shape}")
 
 
