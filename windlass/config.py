@@ -248,6 +248,15 @@ class ServeConfig:
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {}, "JSON object with variables for every chat template."
     )
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder, glm45, "
+        "deepseek, harmony, granite, json. auto: as its chat template says.",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "The tags of the model's reasoning: think, mistral, seed, none. auto: as its chat template says.",
+    )
     max_num_queued_reqs: int = option(1024, "Maximum number of queued requests; more get 429.")
     max_num_queued_tokens: int | None = option(
         None, "Maximum number of queued prompt tokens; more get 429."

@@ -1,6 +1,7 @@
 """A model that counts, with faults on demand: real scheduler, real engine, no torch.
 
-Words in a prompt trigger a behaviour: SLOW, EOS, DRAFT, CRASH, HANG, DIE.
+Words in a prompt trigger a behaviour: SLOW, EOS, DRAFT, CRASH, HANG, DIE. SAY(…)YAS makes the model say
+what is between.
 """
 
 from __future__ import annotations
@@ -116,6 +117,10 @@ class CountingRunner:
         token = ord("a") + end % 26
         if b"EOS" in text and end - admission.num_prompt >= 3:
             token = EOS
+        if b"SAY(" in text:
+            said = text.rpartition(b"SAY(")[2].partition(b")YAS")[0]
+            at = end - admission.num_prompt
+            token = said[at] if at < len(said) else EOS
         logprobs = [self._score(token)] if admission.sampling.logprobs is not None else None
         return RowResult([token], logprobs, scores)
 

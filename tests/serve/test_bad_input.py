@@ -28,6 +28,10 @@ def user(content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content}]
 
 
+USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
 BAD_CHATS = [
     ({"messages": []}, "messages", "empty"),
     ({"messages": "hi"}, "messages", "array"),
@@ -47,7 +51,47 @@ BAD_CHATS = [
     ({"seed": 2**70}, "seed", "less than"),
     ({"stop": [1]}, "stop.0", "string"),
     ({"stop": ""}, "stop", "empty"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "is missing"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "function"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools have the name 'now'"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools.0.function.name",
+        "a b",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice", "'perhaps'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "then"}}},
+        "tool_choice",
+        "not in tools (now)",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "Send one",
+    ),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+        "messages",
+        "function",
+    ),
+    ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages", "has tool_calls"),
+    (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                },
+            ]
+        },
+        None,
+        "arguments of a tool call",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format", "must be 'text', 'json_object'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an"),
     (

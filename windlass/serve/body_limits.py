@@ -19,6 +19,7 @@ MAX_CONTAINERS = 32_768  # arrays and objects
 MAX_MESSAGES = 4_096
 MAX_CONTENT_PARTS = 4_096  # of one message
 MAX_TOOL_CALLS = 128  # of one message
+MAX_TOOLS = 256
 
 # Sampling
 MAX_STOP_STRINGS = 64

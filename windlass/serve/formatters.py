@@ -18,6 +18,14 @@ from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 from windlass.serve.served_completion import ServedCompletion
 from windlass.text.completion import Completion, Delta
+from windlass.text.parsing.output import (
+    CallArguments,
+    CallStart,
+    ContentText,
+    Event,
+    ReasoningText,
+)
+from windlass.text.parsing.parser import OutputParser, parse
 
 Json = dict[str, Any]
 
@@ -54,18 +62,35 @@ class ChatFormatter:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: ChatRequest, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self._body = body
+        self._parsing = prepared.parsing
+        self._parsers = [OutputParser(prepared.parsing) for _ in prepared.requests]
         self._tokenizer = tokenizer
-        self.is_plain = body.num_logprobs is None and not body.return_token_ids
+        self._hides_reasoning = body.include_reasoning is False
+        is_text = body.num_logprobs is None and not body.return_token_ids
+        self.is_plain = is_text and prepared.parsing.is_plain
 
     def whole(self, delta: Delta, completion: Completion) -> Json:  # noqa: ARG002
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        parsed = parse(delta.text, self._parsing)
+        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning and not self._hides_reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in parsed.calls
+            ]
         return {
             "index": delta.index,
             "message": message,
             "logprobs": self._logprobs(delta),
-            **_finish(delta),
+            **_finish(delta, has_calls=bool(parsed.calls)),
             **_token_ids(delta, self._body.return_token_ids),
         }
 
@@ -76,13 +101,35 @@ class ChatFormatter:
             if self._body.return_token_ids:
                 first["prompt_token_ids"] = completion.request.prompt
             chunks.append(first)
-        if delta.text or delta.logprobs or (self._body.return_token_ids and delta.tokens):
-            chunk = self._chunk(delta.index, {"content": delta.text})
-            chunk["logprobs"] = self._logprobs(delta)
-            chunks.append(chunk | _token_ids(delta, self._body.return_token_ids))
+        parser = self._parsers[delta.index]
+        events = parser.feed(delta.text, last=delta.finish_reason is not None)
+        parts = [part for event in events if (part := self._part(event)) is not None]
+        if not parts and (delta.logprobs or (self._body.return_token_ids and delta.tokens)):
+            parts = [{"content": ""}]
+        for i, part in enumerate(parts):
+            chunk = self._chunk(delta.index, part)
+            if i == 0:  # all tokens of the delta belong to its first chunk
+                chunk["logprobs"] = self._logprobs(delta)
+                chunk |= _token_ids(delta, self._body.return_token_ids)
+            chunks.append(chunk)
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(delta.index, {}) | _finish(delta))
+            finish = _finish(delta, has_calls=parser.num_calls > 0)
+            chunks.append(self._chunk(delta.index, {}) | finish)
         return chunks
+
+    def _part(self, event: Event) -> Json | None:
+        """The `delta` of one event; None: it is not sent."""
+        match event:
+            case ContentText(text):
+                return {"content": text}
+            case ReasoningText(text):
+                return None if self._hides_reasoning else {"reasoning_content": text}
+            case CallStart(index, id_, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": id_, "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case CallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def extra(self, completions: Sequence[Completion]) -> Json:
         fields: Json = {}
@@ -193,8 +240,11 @@ class CompletionFormatter:
         logprobs["top_logprobs"].append(_encode({**entries, text: _finite(logprob.logprob)}))
 
 
-def _finish(delta: Delta) -> Json:
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+def _finish(delta: Delta, *, has_calls: bool = False) -> Json:
+    reason = delta.finish_reason
+    if has_calls and reason == "stop":
+        reason = "tool_calls"
+    return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
 def _token_ids(delta: Delta, requested: bool | None) -> Json:

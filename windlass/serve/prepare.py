@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +31,8 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
+from windlass.text.parsing.parser import ParsingOptions
+from windlass.text.parsing.registry import DIALECTS, OutputFormat
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
 from windlass.text.template_process import Renderer
 from windlass.text.template_worker import RenderJob
@@ -73,6 +75,7 @@ class Prepared:
     prompts: list[EncodedPrompt]  # `text` is set where the client sent text or asks for an echo
     sampling: SamplingParams
     requests: tuple[NewRequest, ...]
+    parsing: ParsingOptions = field(default_factory=ParsingOptions)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,14 +93,19 @@ class Preparer:
         template: Renderer | None,
         workers: Workers,
         *,
+        output_format: OutputFormat | None = None,
         adapters: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`adapters` returns the names of the adapters that requests may use now."""
+        """`adapters` returns the names of the adapters that requests may use now.
+
+        `output_format`: how the model writes tool calls and reasoning; None: it has no chat template.
+        """
         self._card = card
         self._workers = workers
         self._adapters = adapters
         self._tokenizer = card.tokenizer
         self._template = template
+        self._output_format = output_format
         self._max_logprobs = config.max_logprobs
         _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
@@ -125,14 +133,36 @@ class Preparer:
         (tokens,) = await self._encode_off_loop(
             len(text), builder.encode_rendered, [text], bool(body.add_special_tokens)
         )
-        return await self._off_loop(body, self._chat, body, tokens, report)
+        parsing = self._parsing(body, text)
+        return await self._off_loop(body, self._chat, body, tokens, parsing, report)
 
-    def _chat(self, body: ChatRequest, tokens: list[int], report: EngineReport) -> Prepared:
+    def _chat(
+        self, body: ChatRequest, tokens: list[int], parsing: ParsingOptions, report: EngineReport
+    ) -> Prepared:
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
         sampling = self._sampling(body, max_tokens, None, report)
-        return self._prepared("chatcmpl", body, [EncodedPrompt(tokens)], sampling, report)
+        if parsing.special_tokens and body.skip_special_tokens is None:
+            sampling = replace(sampling, skip_special_tokens=False)
+        prompts = [EncodedPrompt(tokens)]
+        prepared = self._prepared("chatcmpl", body, prompts, sampling, report)
+        return replace(prepared, parsing=parsing)
+
+    def _parsing(self, body: ChatRequest, prompt: str) -> ParsingOptions:
+        """What to look for in the output of a chat. A grammar leaves no room for anything else."""
+        use, output_format = body.tool_use, self._output_format
+        if use is not None and use.forced:
+            return ParsingOptions(dialect=DIALECTS["json"], tools=use.tool_set)
+        if output_format is None or structured_of(body) is not None:
+            return ParsingOptions()
+        dialect, tags = output_format.dialect, output_format.reasoning
+        return ParsingOptions(
+            dialect=dialect if use is not None or dialect.reads_reasoning else None,
+            tools=None if use is None else use.tool_set,
+            reasoning=tags,
+            in_reasoning=tags is not None and tags.opened_by(prompt),
+        )
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
@@ -178,11 +208,13 @@ class Preparer:
                 "--chat-template FILE, or use /v1/completions.",
                 "messages",
             )
+        use = body.tool_use
         return await self._template.render(
             RenderJob(
                 messages=[message.for_template() for message in body.messages],
                 max_chars=self._builder(report).max_chars,
-                options=body.chat_template_kwargs,
+                tools=[] if use is None else use.for_template(),
+                options=body.template_options,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final=body.continue_final_message,
             )

@@ -26,7 +26,8 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.fields import check_extra, unknown_field, validation_error
-from windlass.serve.json_body import decode_object
+from windlass.serve.json_body import decode, decode_object
+from windlass.serve.tools import Tool, ToolUse, check_calls, tool_use
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -124,11 +125,27 @@ class Message(BaseModel):
                 raise unknown_field(name, type(self).model_fields, "messages")
         if self.content is None and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has no content.", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has tool_calls.", "messages")
+        check_calls(self.tool_calls or ())
 
     def for_template(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         kept = {name: value for name, value in fields.items() if value is not None}
+        if self.tool_calls:
+            kept["tool_calls"] = [_decoded(call) for call in self.tool_calls]
         return {**kept, "content": self.content or ""}
+
+
+def _decoded(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object, as chat templates expect them."""
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = decode(arguments.encode() or b"{}", "the arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise RequestError("the arguments of a tool call must be a JSON object.", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class StreamOptions(BaseModel):
@@ -174,6 +191,9 @@ class Body(BaseModel):
         return self._num_bytes
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ConversationRequest(BaseModel):
     """Fields of a conversation that the chat template renders."""
 
@@ -181,6 +201,26 @@ class ConversationRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the model may call; None: none."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """Variables of the chat template that the client sets."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.reasoning_effort != "none",
+        }
+        return effort | (self.chat_template_kwargs or {})
 
 
 class GenerationRequest(Body):
@@ -263,6 +303,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     logprobs: bool | None = None
     top_logprobs: INT64 | None = None
     max_completion_tokens: INT64 | None = None
+    include_reasoning: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -108,7 +108,8 @@ class Completions:
         preparer, tokenizer = self._services.preparer, self._services.card.tokenizer
         report = self._services.client.report
         if isinstance(body, ChatRequest):
-            return await preparer.chat(body, report), ChatFormatter(body, tokenizer)
+            prepared = await preparer.chat(body, report)
+            return prepared, ChatFormatter(body, prepared, tokenizer)
         prepared = await preparer.completion(body, report)
         return prepared, CompletionFormatter(body, prepared, tokenizer)
 

@@ -23,6 +23,7 @@ from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.sleep import Sleeper
 from windlass.serve.trace_store import TraceStore
 from windlass.serve.workers import Workers
+from windlass.text.parsing.registry import choose_format
 from windlass.text.template_process import TemplateProcess
 from windlass.text.template_worker import TemplateSource
 
@@ -78,7 +79,13 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
     client.on_traces = traces.add
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
-    workers, template = Workers(), _start_template(card, config)
+    workers, source = Workers(), _template_source(card, config)
+    output_format = None
+    if source is not None:
+        output_format = choose_format(source, config.tool_call_parser, config.reasoning_parser)
+        for choice in output_format.choices:
+            _log.info("%s: %s (%s)", choice.what, choice.value, choice.reason)
+    template = _start_template(source, card, config)
     return Services(
         client=client,
         card=card,
@@ -88,6 +95,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
             config=config,
             template=template,
             workers=workers,
+            output_format=output_format,
             adapters=lambda: client.adapters.folders.keys(),
         ),
         metrics=metrics,
@@ -105,11 +113,17 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
     )
 
 
-def _start_template(card: ModelCard, config: ServeConfig) -> TemplateProcess | None:
-    """Start the process of --chat-template or the model's own template; logs its warnings."""
-    source = card.chat_template
+def _template_source(card: ModelCard, config: ServeConfig) -> str | None:
+    """The text of --chat-template, or of the model's own template."""
     if config.chat_template is not None:
-        source = Path(config.chat_template).read_text(encoding="utf-8")
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    return card.chat_template
+
+
+def _start_template(
+    source: str | None, card: ModelCard, config: ServeConfig
+) -> TemplateProcess | None:
+    """Start the process that renders the template; logs its warnings."""
     if source is None:
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
         return None

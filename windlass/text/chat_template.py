@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from windlass.errors import ConfigError, RequestError
+from windlass.text.tool_prompt import calls_as_text, with_tools
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -37,6 +38,26 @@ _MAX_MESSAGE_CHARS = 500
 _USER = {"role": "user", "content": "Hello."}
 _SYSTEM = {"role": "system", "content": "Be brief, says the windlass."}
 _ASSISTANT = {"role": "assistant", "content": "Hi."}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Turns a windlass.",
+        "parameters": {"type": "object", "properties": {"turns": {"type": "integer"}}},
+    },
+}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "probe0123",
+            "type": "function",
+            "function": {"name": "probe_tool", "arguments": {"turns": 4711}},
+        }
+    ],
+}
+_RESULT = {"role": "tool", "tool_call_id": "probe0123", "content": "It turned 815 times."}
 
 
 class _GenerationBlocks(Extension):
@@ -94,7 +115,10 @@ def _explain(error: BaseException) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `warnings` lists conversations that it cannot render, for the log."""
+    """A compiled template. `warnings` lists conversations that it cannot render, for the log.
+
+    A template that drops tools, or calls and their results, gets them as plain messages.
+    """
 
     def __init__(
         self,
@@ -107,6 +131,8 @@ class ChatTemplate:
         self._defaults = dict(defaults or {})
         self._has_developer = "developer" in source
         self.warnings = tuple(self._probe())
+        self._has_tools = self._shows([_USER], ("probe_tool",))
+        self._has_calls = self._shows([_USER, _CALL, _RESULT], ("probe_tool", "4711", "815"))
 
     def _probe(self) -> list[str]:
         """Render probe conversations; only a failure of the simplest one is an error."""
@@ -130,10 +156,24 @@ class ChatTemplate:
                 warnings.append(f"the chat template drops {what}")
         return warnings
 
+    def _shows(self, messages: Conversation, texts: Sequence[str]) -> bool:
+        """Whether a conversation with a tool renders, with all of `texts` in it."""
+        try:
+            rendered = self._render(messages, {}, add_generation_prompt=True, tools=[_TOOL])
+        except _TEMPLATE_ERRORS:
+            return False
+        return all(text in rendered for text in texts)
+
     def _render(
-        self, messages: Conversation, options: Mapping[str, Any], add_generation_prompt: bool
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any],
+        add_generation_prompt: bool,
+        tools: Conversation | None = None,
     ) -> str:
         values = {**self._special_tokens, **self._defaults, **options}
+        if tools:
+            values["tools"] = tools
         return self._template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )
@@ -144,17 +184,23 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final: bool = False,
+        *,
+        tools: Conversation = (),
     ) -> str:
         """Return the prompt's text. Raises RequestError with the template's message if it refuses.
 
         `continue_final` leaves the last message, the assistant's, open for the model to continue.
         """
         self._check(messages, options or {}, add_generation_prompt, continue_final)
+        if not self._has_calls:
+            messages = calls_as_text(messages)
+        if tools and not self._has_tools:
+            messages, tools = with_tools(messages, tools), ()
         messages = [self._with_role(message) for message in messages]
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final
         try:
-            text = self._render(messages, options or {}, add_generation_prompt)
+            text = self._render(messages, options or {}, add_generation_prompt, tools)
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {_explain(error)}", "messages"
@@ -170,7 +216,9 @@ class ChatTemplate:
     ) -> None:
         if not messages:
             raise RequestError("messages is empty; send at least one message.", "messages")
-        reserved = {"messages", "add_generation_prompt", *self._special_tokens} & set(options)
+        reserved = {"messages", "tools", "add_generation_prompt", *self._special_tokens} & set(
+            options
+        )
         if reserved:
             raise RequestError(
                 f"chat_template_kwargs must not set {', '.join(sorted(reserved))}.",

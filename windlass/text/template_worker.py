@@ -39,6 +39,7 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_chars: int
     options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = []
     add_generation_prompt: bool | None = None
     continue_final: bool = False
 
@@ -115,6 +116,7 @@ def _render(template: ChatTemplate, job: RenderJob) -> Reply:
             options=job.options,
             add_generation_prompt=job.add_generation_prompt,
             continue_final=job.continue_final,
+            tools=job.tools,
         )
     except RequestError as error:
         return Refused(str(error), error.param)

@@ -1,0 +1,146 @@
+"""Tools of a chat request: what a client may send, and the grammar of calls that are required."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from windlass.core.structured import StructuredOutputs
+from windlass.errors import RequestError
+from windlass.serve.abbreviate import abbreviate
+from windlass.text.parsing.output import ToolSet
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """One item of `tools`. The chat template gets all its fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request that the model may call; `forced`: it must call one of them."""
+
+    tools: tuple[Tool, ...]
+    forced: bool
+    parallel: bool
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def tool_set(self) -> ToolSet:
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        return ToolSet(schemas, max_calls=None if self.parallel else 1)
+
+    def grammar(self) -> StructuredOutputs:
+        """The structured output of required calls: a JSON array of them."""
+        definitions: dict[str, Any] = {}
+        calls = []
+        for i, tool in enumerate(self.tools):
+            schema = tool.function.parameters or _ANY_OBJECT
+            definitions[f"tool{i}"] = _with_refs(schema, f"#/$defs/tool{i}")
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {
+                        "name": {"const": tool.function.name},
+                        "arguments": {"$ref": f"#/$defs/tool{i}"},
+                    },
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
+        items = {"anyOf": calls} if len(calls) > 1 else calls[0]
+        array: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
+        if not self.parallel:
+            array["maxItems"] = 1
+        return StructuredOutputs(json={**array, "$defs": definitions}, source="tools")
+
+
+def _with_refs(schema: Any, root: str) -> Any:
+    """A copy of a schema that is moved to `root`: references to its own parts are moved along."""
+    if isinstance(schema, list):
+        return [_with_refs(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _with_refs(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+) -> ToolUse | None:
+    """Which tools the model may or must call; None: none."""
+    tools = tools or ()
+    names = [tool.function.name for tool in tools]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise RequestError(f"two tools have the name {double!r}.", "tools")
+    if isinstance(choice, Mapping):
+        named = _named(choice)
+        if named not in names:
+            known = ", ".join(names) or "none"
+            raise RequestError(
+                f"tool_choice names {abbreviate(named)}, which is not in tools ({known}).",
+                "tool_choice",
+            )
+        (tool,) = [tool for tool in tools if tool.function.name == named]
+        return ToolUse((tool,), forced=True, parallel=False)
+    if choice not in (None, "auto", "none", "required"):
+        raise RequestError(
+            "tool_choice must be 'auto', 'none', 'required', or "
+            f'{{"type": "function", "function": {{"name": "…"}}}}; got {abbreviate(choice)}.',
+            "tool_choice",
+        )
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice is 'required', but there are no tools.", "tool_choice")
+    if not tools or choice == "none":
+        return None
+    return ToolUse(tuple(tools), forced=choice == "required", parallel=parallel is not False)
+
+
+def _named(choice: Mapping[str, Any]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'tool_choice must be {"type": "function", "function": {"name": "…"}}; got '
+            f"{abbreviate(choice)}.",
+            "tool_choice",
+        )
+    return name
+
+
+def check_calls(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tool calls of a message without a function, its name, or its arguments."""
+    for call in calls:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "each of tool_calls must have a function with a name, such as "
+                '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}.',
+                "messages",
+            )

@@ -1,0 +1,1 @@
+"""Parsers of generated text: reasoning, content and tool calls."""

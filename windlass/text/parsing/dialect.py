@@ -1,0 +1,29 @@
+"""A dialect: how a family of models writes tool calls into its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windlass.text.parsing.output import OutputSink, call_id
+from windlass.text.parsing.reader import Reader, Steps
+
+Read = Callable[[Reader, OutputSink], Steps[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """A tool-call parser.
+
+    read: reads a whole output after its reasoning.
+    marks: a chat template that contains all strings of one of these tuples teaches the dialect.
+    special_tokens: whether its markers are special tokens, which are not part of the text otherwise.
+    reads_reasoning: whether `read` finds the reasoning itself.
+    """
+
+    name: str
+    read: Read
+    marks: tuple[tuple[str, ...], ...] = ()
+    special_tokens: bool = False
+    reads_reasoning: bool = False
+    make_id: Callable[[], str] = call_id

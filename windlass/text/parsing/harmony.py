@@ -1,0 +1,54 @@
+"""gpt-oss: messages on channels. Analysis is reasoning, a message to a function is a call."""
+
+from __future__ import annotations
+
+import re
+
+from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.output import OutputSink
+from windlass.text.parsing.reader import Reader, Steps
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
+
+
+def _read(reader: Reader, out: OutputSink) -> Steps[None]:
+    end: str | None = None
+    while (yield from reader.peek()):
+        if end != _START and not (yield from _is_header(reader)):
+            # A continued message has no header.
+            end = yield from reader.until(*_ENDS, sink=out.content)
+            continue
+        head: list[str] = []
+        if (yield from reader.until(_MESSAGE, sink=head.append)) is None:
+            return
+        end = yield from _message("".join(head), reader, out)
+
+
+def _is_header(reader: Reader) -> Steps[bool]:
+    if (yield from reader.peek(len(_CHANNEL))) == _CHANNEL:
+        return True
+    recipient = " to=functions."
+    return (yield from reader.peek(len(recipient))) == recipient or (yield from reader.skip(_START))
+
+
+def _message(head: str, reader: Reader, out: OutputSink) -> Steps[str | None]:
+    recipient = _RECIPIENT.search(head)
+    if recipient is not None:
+        call = out.start_call(recipient[1])
+        end = yield from reader.until(*_ENDS, sink=call.arguments)
+        if not call.has_arguments:
+            call.arguments("{}")
+        return end
+    is_analysis = f"{_CHANNEL}analysis" in head
+    return (yield from reader.until(*_ENDS, sink=out.reasoning if is_analysis else out.content))
+
+
+DIALECT = Dialect(
+    name="harmony",
+    read=_read,
+    marks=((_CHANNEL, _MESSAGE),),
+    special_tokens=True,
+    reads_reasoning=True,
+)

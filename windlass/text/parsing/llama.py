@@ -1,0 +1,37 @@
+"""Llama 3: the whole output is {"name": "…", "parameters": {…}}, or several, separated by semicolons."""
+
+from __future__ import annotations
+
+from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.json_calls import read_calls
+from windlass.text.parsing.output import OutputSink
+from windlass.text.parsing.reader import Reader, Steps
+
+_TAG = "<|python_tag|>"
+
+
+def _read(reader: Reader, out: OutputSink) -> Steps[None]:
+    spaces = yield from reader.spaces()
+    if (yield from reader.skip(_TAG)):
+        spaces += yield from reader.spaces()
+    if (yield from reader.peek()) != "{":
+        out.content(spaces)
+        yield from reader.rest(out.content)
+        return
+    while (yield from read_calls(reader, out, before=spaces, known_only=True)):
+        spaces = yield from reader.spaces()
+        yield from reader.skip(";")
+        yield from reader.spaces()
+        yield from reader.skip(_TAG)
+        yield from reader.spaces()
+        if (yield from reader.peek()) != "{":
+            break
+    yield from reader.rest(out.content)
+
+
+DIALECT = Dialect(
+    name="llama3_json",
+    read=_read,
+    marks=((_TAG,), ("Environment: ipython",)),
+    special_tokens=True,
+)

@@ -1,0 +1,86 @@
+"""Calls with one pair of tags per parameter: Qwen3-Coder and GLM 4.5.
+
+Parameters are plain text; the schema of the tool says which of them are strings.
+"""
+
+from __future__ import annotations
+
+import json
+
+from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.output import Call, OutputSink
+from windlass.text.parsing.reader import Reader, Steps
+
+
+class _Parameters:
+    """Writes the arguments of a call, one parameter after the other."""
+
+    def __init__(self, out: OutputSink, name: str) -> None:
+        self._out, self._name = out, name
+        self._call: Call = out.start_call(name)
+        self._separator = "{"
+
+    def add(self, parameter: str, text: str) -> None:
+        key = json.dumps(parameter, ensure_ascii=False)
+        value = self._out.tools.encode(self._name, parameter, text)
+        self._call.arguments(f"{self._separator}{key}: {value}")
+        self._separator = ", "
+
+    def end(self) -> None:
+        self._call.arguments("}" if self._call.has_arguments else "{}")
+
+
+def _text_until(reader: Reader, *markers: str) -> Steps[tuple[str, str | None]]:
+    pieces: list[str] = []
+    marker = yield from reader.until(*markers, sink=pieces.append)
+    return "".join(pieces), marker
+
+
+def _read_qwen(reader: Reader, out: OutputSink) -> Steps[None]:
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
+    while (
+        marker := (yield from reader.until("<tool_call>", "<function=", sink=out.content))
+    ) is not None:
+        if marker == "<tool_call>":
+            spaces = yield from reader.spaces()
+            if not (yield from reader.skip("<function=")):
+                out.content(marker + spaces)
+                continue
+        name, closed = yield from _text_until(reader, ">")
+        if closed is None:
+            out.content(f"<function={name}")
+            return
+        parameters = _Parameters(out, name.strip())
+        while (yield from reader.until("<parameter=", "</function>")) == "<parameter=":
+            key, _ = yield from _text_until(reader, ">")
+            text, closed = yield from _text_until(reader, "</parameter>")
+            if closed is None:
+                return  # the output was cut: the client sees arguments without an end
+            parameters.add(key.strip(), text.removeprefix("\n").removesuffix("\n"))
+        parameters.end()
+        yield from reader.spaces()
+        yield from reader.skip("</tool_call>")
+
+
+def _read_glm(reader: Reader, out: OutputSink) -> Steps[None]:
+    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>"""
+    keys = ("<arg_key>", "</tool_call>")
+    while (yield from reader.until("<tool_call>", sink=out.content)) is not None:
+        name, marker = yield from _text_until(reader, *keys)
+        if marker is None or not name.strip():
+            out.content(f"<tool_call>{name}{marker or ''}")
+            continue
+        parameters = _Parameters(out, name.strip())
+        while marker == "<arg_key>":
+            key, _ = yield from _text_until(reader, "</arg_key>")
+            yield from reader.until("<arg_value>")
+            text, closed = yield from _text_until(reader, "</arg_value>")
+            if closed is None:
+                return
+            parameters.add(key.strip(), text)
+            marker = yield from reader.until(*keys)
+        parameters.end()
+
+
+QWEN = Dialect(name="qwen3_coder", read=_read_qwen, marks=(("<tool_call>", "<function="),))
+GLM = Dialect(name="glm45", read=_read_glm, marks=(("<tool_call>", "<arg_key>"),))
