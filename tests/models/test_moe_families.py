@@ -21,6 +21,7 @@ from windlass.lora.peft import linear_shapes
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.families.registry import family_of, read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.rope import frequencies
 from windlass.models.tensor_rules import mapped
 
 IDS = torch.randint(3, 97, (37,), generator=torch.Generator().manual_seed(2))
@@ -47,6 +48,15 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 24},
     ),
     "qwen3-moe": ("qwen3moe", {"expert_feed_forward_length": 32, "attention.key_length": 16}),
+    "phimoe": (
+        "phimoe",
+        {
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "rope.scaling.original_context_length": 128,
+            "rope.scaling.attn_factor": 1.2,
+        },
+    ),
     "granite-moe": (
         "granitemoe",
         {
@@ -131,6 +141,11 @@ def write_moe_gguf(folder: Path, architecture: str, metadata: dict[str, Any]) ->
                 values = values.reshape(heads, 2, -1, 48).swapaxes(1, 2).reshape(values.shape)
             tensors[f"{block}{names[local]}.{kind}"] = values
     tensors |= {name: np.stack(rows) for name, rows in stacks.items()}
+    if architecture == "phimoe":
+        rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+        for kind in ("short", "long"):
+            factors = np.array(rope[f"{kind}_factor"], dtype=np.float32)
+            tensors[f"rope_factors_{kind}.weight"] = factors
     values = {
         "block_count": 3,
         "context_length": 128,
@@ -151,7 +166,7 @@ def write_moe_gguf(folder: Path, architecture: str, metadata: dict[str, Any]) ->
     return write_gguf(path, architecture, tensors=tensors, metadata=keyed | TOKENIZER)
 
 
-_EPS = ("llama", "gpt-oss", "glm4moe")  # whose default epsilon is 1e-5
+_EPS = ("llama", "gpt-oss", "glm4moe", "phimoe")  # whose default epsilon is 1e-5
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)
@@ -170,7 +185,7 @@ def test_gguf_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "phimoe"])
 def test_tokens_equal_transformers_in_batches_after_preemption_and_with_prefixes(
     name: str, tmp_path: Path
 ) -> None:
@@ -260,3 +275,19 @@ def test_adapters_may_change_attention_and_not_experts() -> None:
     shapes = linear_shapes(read_hparams(moe_config()))
     assert "model.layers.0.self_attn.q_proj" in shapes
     assert not any("mlp" in name for name in shapes)
+
+
+def test_sparsemixer_chooses_two_experts() -> None:
+    config = moe_config(architectures=["PhimoeForCausalLM"], num_experts_per_tok=3)
+    with pytest.raises(UnsupportedError, match="num_experts_per_tok is 3; sparsemixer"):
+        read_hparams(config)
+
+
+def test_phimoe_scales_rotations_by_the_length_of_the_context() -> None:
+    """Beyond the original context, transformers keeps the short factors; the model's own code does not."""
+    rope = read_hparams({**TINY, **CASES["phimoe"][1], "architectures": ["PhimoeForCausalLM"]}).rope
+    base = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    for longest, factors, scale in ((128, rope.short_factors, 1.2), (129, rope.long_factors, 1.3)):
+        got, got_scale = frequencies(rope, longest)
+        torch.testing.assert_close(got, base / torch.tensor(factors))
+        assert got_scale == scale

@@ -58,6 +58,22 @@ GPT_OSS = {
         "truncate": False,
     },
 }
+PHIMOE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 128,
+        "factor": 2.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 1.7, 1.9, 2.1],
+        "short_mscale": 1.2,
+        "long_mscale": 1.3,
+    },
+}
 CASES = {
     "llama2": ("Llama", {"num_key_value_heads": 6}),
     "llama3": ("Llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
@@ -78,6 +94,11 @@ CASES = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "granite-moe": ("GraniteMoe", GRANITE),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "phimoe": ("Phimoe", PHIMOE),
+    "phimoe-many-candidates": (
+        "Phimoe",
+        {"num_local_experts": 8, "router_jitter_noise": 0.8, "sliding_window": 8},
+    ),
     "glm-4.5-moe": ("Glm4Moe", GLM_MOE),
     "glm-4.5-moe-norms": ("Glm4Moe", {**GLM_MOE, "use_qk_norm": True, "n_group": 2}),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 24}),

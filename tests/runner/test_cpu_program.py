@@ -48,6 +48,13 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 20,
     },
+    "phimoe": {
+        "architectures": ["PhimoeForCausalLM"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.5,
+        "lm_head_bias": True,
+    },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "cohere": {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5},
 }

@@ -42,6 +42,7 @@ class Ops:
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     activate: Callable[..., Tensor] = reference.activate
     sigmoid_gate: Callable[..., Tensor] = reference.sigmoid_gate
+    sparse_mixer: Callable[..., Tensor] = reference.sparse_mixer
     soft_cap: Callable[..., Tensor] = reference.soft_cap
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
     chosen: tuple[Selection, ...] = ()
@@ -133,6 +134,7 @@ _TORCH_ON_GPU = (
     "gelu_mul",
     "activate",
     "sigmoid_gate",
+    "sparse_mixer",
     "soft_cap",
 )
 _OPERATIONS = (*_TORCH_ON_GPU, "rms_norm", "add_rms_norm", "silu_mul")

@@ -14,6 +14,9 @@ from torch.nn import functional
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
 
+# Of the logits that `sparse_mixer` returns: a sigmoid of more is 1 in float32.
+MIXER_LIMIT = 30.0
+
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Look up a row of the table for each token."""
@@ -86,6 +89,24 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), for x [rows, width] and one gate per row [rows, 1]."""
     return x * torch.sigmoid(gate)
+
+
+def sparse_mixer(logits: Tensor, jitter: float) -> Tensor:
+    """Logits with which a sigmoid router chooses the two experts of sparsemixer, with its weights.
+
+    An expert's weight is its share of the softmax over the candidates: experts that are not chosen yet
+    and whose distance to it, relative to the larger of the two, is at most 2 * jitter.
+    """
+    scores = logits.float()
+    out = torch.full_like(scores, -MIXER_LIMIT)
+    taken = torch.zeros_like(scores, dtype=torch.bool)
+    for _ in range(2):
+        best, at = scores.masked_fill(taken, float("-inf")).max(-1, keepdim=True)
+        taken = taken.scatter(-1, at, True)
+        far = (best - scores) / scores.abs().maximum(best) > 2 * jitter
+        rest = (scores - best).exp().masked_fill(far | taken, 0.0).sum(-1, keepdim=True)
+        out.scatter_(-1, at, (-rest.log()).clamp(max=MIXER_LIMIT))
+    return out
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -177,6 +177,7 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     "gelu_mul": [Candidate("native", "gelu_mul", _native)],
     "activate": [Candidate("native", "activate", _native)],
     "sigmoid_gate": [Candidate("native", "sigmoid_gate", _native)],
+    "sparse_mixer": [Candidate("native", "sparse_mixer", _native)],
     "soft_cap": [Candidate("native", "soft_cap", _native)],
     "rope_write": [
         Candidate("triton", f"{_TRITON}.rope:rope_write", _triton),

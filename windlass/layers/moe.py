@@ -79,6 +79,7 @@ class MoEShape:
     expert_bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    jitter: float | None = None
 
 
 class Experts(nn.Module):
@@ -174,6 +175,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
+        self._jitter = shape.jitter
         self.group = group = mesh.tp
         self.gate = Linear(
             outputs={"gate": Shard(shape.routing.num_experts)},
@@ -216,7 +218,10 @@ class MoE(nn.Module):
     def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
         """The result, without residual addition and norm."""
         assert isinstance(x, Tensor)  # the norm before a router does not quantise
-        y = self.group.all_reduce(self.experts(x, self.gate(x, adapters)))
+        logits = self.gate(x, adapters)
+        if self._jitter is not None:
+            logits = self.ops.sparse_mixer(logits, self._jitter)
+        y = self.group.all_reduce(self.experts(x, logits))
         if self.shared_expert is None:
             return y
         shared = self.shared_expert.output(x, adapters)

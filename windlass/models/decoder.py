@@ -285,6 +285,7 @@ def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | Mo
             expert_bias=moe.expert_bias,
             shared_intermediate_size=moe.shared_intermediate_size,
             shared_gate=moe.shared_gate,
+            jitter=moe.jitter,
         )
         return MoE(
             shape=shape,

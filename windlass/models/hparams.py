@@ -45,6 +45,7 @@ class MoEHParams:
     router_bias: bool = False
     expert_bias: bool = False
     shared_intermediate_size: int = 0  # of the expert that every token uses; 0: there is none
+    jitter: float | None = None  # of sparsemixer routing; None: `routing` alone decides
     shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid gate
 
 

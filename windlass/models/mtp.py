@@ -31,6 +31,7 @@ from windlass.models.network import Network, Parts, Weights
 from windlass.models.rope import frequencies
 from windlass.models.source import ModelFiles
 from windlass.models.tensor_rules import Rule, mapped
+from windlass.parallel.mesh import Mesh
 from windlass.quant.shard import Shard
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ def mtp_hparams(hparams: HParams) -> HParams:
     )
 
 
-def mtp_kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """The KV that the layer keeps."""
+def mtp_kv_layout(hparams: HParams, block_size: int, dtype: torch.dtype, mesh: Mesh) -> KVLayout:
+    """The KV that this rank's part of the layer keeps."""
     one = replace(hparams, num_layers=1, sliding_windows=hparams.sliding_windows[-1:])
-    return Decoder.kv_layout(one, block_size, dtype)
+    return Decoder.kv_layout(one, block_size, dtype, mesh)
 
 
 def has_mtp(files: ModelFiles, config: ModelConfig, hparams: HParams) -> bool:

@@ -29,7 +29,9 @@ def frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     if rope.kind == "longrope":
         is_long = max_positions > rope.original_max_positions
         factors = rope.long_factors if is_long else rope.short_factors
-        return base / torch.tensor(factors, device="cpu"), _longrope_scale(rope)
+        scale = rope.long_mscale if is_long else rope.short_mscale
+        scale = _longrope_scale(rope) if scale is None else scale
+        return base / torch.tensor(factors, device="cpu"), scale
     # "dynamic" differs only beyond the trained context, which RopeConfig.max_context excludes.
     return base, 1.0
 

@@ -36,6 +36,9 @@ class RopeConfig:
     # longrope: divisors for contexts of up to original_max_positions, and for longer ones
     short_factors: tuple[float, ...] | None = None
     long_factors: tuple[float, ...] | None = None
+    # longrope of Phi-MoE: the scales of cos and sin with these factors, instead of attention_factor
+    short_mscale: float | None = None
+    long_mscale: float | None = None
 
     @classmethod
     def from_hf(
@@ -80,6 +83,8 @@ class RopeConfig:
             rope_factors=_factors(rope, "rope_factors", dim),
             short_factors=_factors(rope, "short_factor", dim, required=kind == "longrope"),
             long_factors=_factors(rope, "long_factor", dim, required=kind == "longrope"),
+            short_mscale=rope.number_or_none("short_mscale"),
+            long_mscale=rope.number_or_none("long_mscale"),
         )
 
     def max_context(self, max_positions: int) -> int:

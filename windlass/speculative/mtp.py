@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from windlass.config import EngineConfig
+from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.batch import KVCache
 from windlass.layers.linear import Linear
@@ -64,11 +65,15 @@ class MTPLoader:
 
     @property
     def token_bytes(self) -> int:
-        return mtp_kv_layout(self.hparams, 1, self.loaded.parts.dtype).token_bytes
+        return self._layout(block_size=1).token_bytes
+
+    def _layout(self, block_size: int) -> KVLayout:
+        parts = self.loaded.parts
+        return mtp_kv_layout(self.hparams, block_size, parts.dtype, parts.mesh)
 
     def start(self, made: Assembled) -> Proposer:
         capacity, parts = made.capacity, self.loaded.parts
-        layout = mtp_kv_layout(self.hparams, capacity.block_size, parts.dtype)
+        layout = self._layout(capacity.block_size)
         # One block more, for writes past the end of a request's blocks.
         cache = KVCache(layout, capacity.num_blocks + 1, parts.dtype, parts.device)
         reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
@@ -104,13 +109,14 @@ def _parts(context: SpeculationContext, hparams: HParams, checkpoint: Checkpoint
     config, loaded = context.config, context.loaded
     plain_kv = replace(config, cache=replace(config.cache, kv_cache_dtype="auto"))
     own = make_blueprint(
-        plain_kv, hparams, checkpoint, workers=loaded.parts.workers, gemm=loaded.gemm
-    ).parts
-    return replace(
-        own,
-        method_for=_method_for(own, loaded, hparams, checkpoint),
+        plain_kv,
+        hparams,
+        checkpoint,
+        workers=loaded.parts.workers,
+        gemm=loaded.gemm,
         mesh=loaded.parts.mesh,
-    )
+    ).parts
+    return replace(own, method_for=_method_for(own, loaded, hparams, checkpoint))
 
 
 def _method_for(

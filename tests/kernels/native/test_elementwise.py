@@ -81,6 +81,19 @@ def test_gate_and_soft_cap(ops: NativeOps) -> None:
     )
 
 
+@pytest.mark.parametrize("jitter", [0.01, 0.3, 0.9])
+def test_sparse_mixer(ops: NativeOps, jitter: float) -> None:
+    for rows, width in ((1, 2), (3, 16), (40, 7)):
+        logits = normal(rows, width)
+        want = reference.sparse_mixer(logits, jitter)
+        torch.testing.assert_close(ops.sparse_mixer(logits, jitter), want, **CLOSE)
+    ties = torch.tensor([[2.0, 2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0], [-1.0, -1.0, -3.0, -1.0]])
+    got, want = ops.sparse_mixer(ties, jitter), reference.sparse_mixer(ties, jitter)
+    torch.testing.assert_close(got, want, **CLOSE)
+    bad = torch.tensor([[float("nan"), 1.0, 2.0, 3.0]])
+    assert ops.sparse_mixer(bad, jitter).shape == (1, 4)
+
+
 def test_special_values_stay_in_their_row(ops: NativeOps) -> None:
     x, weight = normal(6, 40), normal(40)
     bad = x.clone()

@@ -40,6 +40,7 @@ class Op(IntEnum):
     MAP = 18
     ADD = 19
     SIGMOID_GATE = 20
+    SPARSE_MIXER = 21
 
 
 class MapFunction(IntEnum):
@@ -104,6 +105,7 @@ WRITTEN = {
     Op.MAP: (1,),
     Op.ADD: (2,),
     Op.SIGMOID_GATE: (2,),
+    Op.SPARSE_MIXER: (1,),
 }
 
 

@@ -19,7 +19,7 @@ from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step
 from windlass.kernels.native.pool import Pool
-from windlass.kernels.reference import ActivationKind
+from windlass.kernels.reference import MIXER_LIMIT, ActivationKind
 
 _NO_WINDOW = 0
 _NO_SOFT_CAP = 0.0
@@ -149,6 +149,19 @@ class NativeOps:
             rows,
             step_tensors=(x.contiguous(), gate.contiguous(), out),
             sizes=(width,),
+        )
+        self.pool.run(call)
+        return out
+
+    def sparse_mixer(self, logits: Tensor, jitter: float) -> Tensor:
+        rows, width = logits.shape
+        out = torch.empty(rows, width)
+        call = Call(
+            Op.SPARSE_MIXER,
+            rows,
+            step_tensors=(logits.contiguous(), out),
+            sizes=(width,),
+            scalars=(jitter, MIXER_LIMIT),
         )
         self.pool.run(call)
         return out

@@ -22,7 +22,8 @@ def _mixtral(fields: Fields, architecture: str) -> HParams:
     return read_decoder(fields, architecture, windows=(window,) * layers, moe=moe)
 
 
-def _rules(hparams: HParams) -> Sequence[Rule]:
+def block_sparse_rules(hparams: HParams) -> Sequence[Rule]:
+    """Rules for experts and routers as Mixtral names them."""
     del hparams
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     experts = [
@@ -37,5 +38,8 @@ def _rules(hparams: HParams) -> Sequence[Rule]:
 
 # llama.cpp stores Mixtral as llama with experts; families/llama.py has the names.
 MIXTRAL = Family(
-    model_type="mixtral", read=_mixtral, rules=_rules, gguf=GGUFFamily(rules=gguf_expert_rules)
+    model_type="mixtral",
+    read=_mixtral,
+    rules=block_sparse_rules,
+    gguf=GGUFFamily(rules=gguf_expert_rules),
 )

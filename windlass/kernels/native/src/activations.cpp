@@ -2,6 +2,9 @@
 
 #include "activations.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "row_vectors.h"
 #include "run.h"
 
@@ -176,6 +179,33 @@ bool run_sigmoid_gate(const Run& run) {
     each_vector(width, [&](int i, int count) WINDLASS_INLINED {
       store_tail(out + i, mul(load_tail(x + i, count), gate), count);
     });
+  });
+  return true;
+}
+
+bool run_sparse_mixer(const Run& run) {
+  const int width = run.size(0);
+  const float jitter = run.command.scalars[0], limit = run.command.scalars[1];
+  run.each_row(4 * width, [&](int row) {
+    const float* scores = row_of(run.step_tensor(0), row, width);
+    float* out = row_of(run.step_tensor(1), row, width);
+    std::fill(out, out + width, -limit);
+    int first = -1;
+    for (int turn = 0; turn < 2; ++turn) {
+      int best = first == 0 ? 1 : 0;
+      for (int i = best + 1; i < width; ++i) {
+        if (i != first && scores[i] > scores[best]) best = i;
+      }
+      const float top = scores[best];
+      float rest = 0.0f;  // the other candidates' share, relative to the chosen expert's
+      for (int i = 0; i < width; ++i) {
+        const float scale = std::max(std::fabs(scores[i]), top);
+        const bool far = (top - scores[i]) / scale > 2.0f * jitter;
+        if (i != best && i != first && !far) rest += std::exp(scores[i] - top);
+      }
+      out[best] = std::min(-std::log(rest), limit);
+      first = best;
+    }
   });
   return true;
 }

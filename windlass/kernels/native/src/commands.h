@@ -27,6 +27,7 @@
 //   map       x, out                                                       width, function; constant
 //   add       x, y, out                                                    width
 //   sigmoid_gate    x, gate (one per row), out                             width
+//   sparse_mixer    x, out                                                 width; jitter, limit
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
@@ -66,6 +67,7 @@ enum Op : int32_t {
   kMap,
   kAdd,
   kSigmoidGate,
+  kSparseMixer,
 };
 
 // Storage types.

@@ -58,6 +58,8 @@ bool execute(const Run& run) {
       return run_add(run);
     case kSigmoidGate:
       return run_sigmoid_gate(run);
+    case kSparseMixer:
+      return run_sparse_mixer(run);
     default:
       return false;
   }
