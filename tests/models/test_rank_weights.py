@@ -13,20 +13,18 @@ import torch
 from tests.quant.ranks import FakeGroup
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, ShardError
-from windlass.layers.embedding import TiedEmbedding
 from windlass.models.card import load_hparams, open_checkpoint
-from windlass.models.decoder import Decoder
 from windlass.models.hparams import HParams
 from windlass.models.loader import outline
-from windlass.models.network import Parts, kv_layout, make_network
+from windlass.models.network import Parts, make_network
 from windlass.models.rank_weights import (
     RankShape,
-    count_bytes,
     fullest_rank,
-    rank_hparams,
+    rank_kv_layout,
     rank_weights,
 )
 from windlass.models.source import resolve
+from windlass.models.stages import Stage
 from windlass.parallel.mesh import Mesh
 from windlass.runner.load import make_blueprint
 
@@ -105,52 +103,38 @@ def test_ranks_hold_what_their_networks_hold(name: str, tp: int, tmp_path: Path)
     (counted,) = rank_weights(hparams, parts, RankShape(tp=tp))
     real = [real_bytes(hparams, parts, FakeGroup(rank, tp)) for rank in range(tp)]
     assert counted == real
-    every = range(hparams.num_layers)
-    assert fullest_rank(hparams, parts, RankShape(tp=tp)).stage_bytes(every) == max(real)
+    fullest = fullest_rank(hparams, parts, RankShape(tp=tp))
+    assert fullest.stage_bytes(Stage(0, 3, 3)) == max(real)
     assert tp == 1 or len(set(real)) > 1  # the vocabulary
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_hold_their_layers_and_ends(name: str, tmp_path: Path) -> None:
+def test_stages_hold_what_their_networks_hold(name: str, tmp_path: Path) -> None:
     config, options = MODELS[name]
     hparams, parts = opened(tmp_path, config, **options)
-    counted = [bytes_ for (bytes_,) in rank_weights(hparams, parts, RankShape(pp=2))]
-    network = make_network(hparams, parts)
-    outline(network)
-    assert isinstance(network, Decoder)
-    layers, head = [count_bytes([layer]) for layer in network.model.layers], network.lm_head
-    table = network.model.embed_tokens
-    first = head if isinstance(table, TiedEmbedding) else table
-    assert counted == [
-        count_bytes([first]) + layers[0],
-        sum(layers[1:]) + count_bytes([network.model.norm, head]),
+    counted = rank_weights(hparams, parts, RankShape(tp=2, pp=2))
+    stages = fullest_rank(hparams, parts, RankShape(tp=2)).stages(2)
+    real = [
+        [real_bytes(hparams, replace(parts, stage=stage), FakeGroup(rank, 2)) for rank in (0, 1)]
+        for stage in stages
     ]
-    assert RankShape(pp=2).stages(3) == [range(1), range(1, 3)]
-    assert counted[0] < counted[1]
+    assert counted == real
+
+
+def token_bytes(hparams: HParams, tp: int, layers: range = range(3)) -> int:
+    return rank_kv_layout(hparams, tp, 16, torch.float16).stage(layers).token_bytes
 
 
 def test_kv_heads_are_replicated_beyond_their_number(tmp_path: Path) -> None:
     hparams, _ = opened(tmp_path, DENSE)
-
-    def token_bytes(tp: int, layers: range) -> int:
-        return kv_layout(rank_hparams(hparams, tp, layers), 16, torch.float16).token_bytes
-
-    per_layer = 2 * 2 * 16 * 2
-    every = range(3)
-    assert [token_bytes(tp, every) for tp in (1, 2, 4, 8)] == [
-        3 * per_layer,
-        *[3 * per_layer // 2] * 3,
-    ]
-    assert token_bytes(1, range(1, 3)) == 2 * per_layer
+    one_head = 3 * 2 * 16 * 2
+    assert [token_bytes(hparams, tp) for tp in (1, 2, 4, 8)] == [2 * one_head, *[one_head] * 3]
+    assert token_bytes(hparams, 2, range(1, 3)) == 2 / 3 * one_head
 
 
 def test_latents_are_on_every_rank(tmp_path: Path) -> None:
     hparams, _ = opened(tmp_path, MLA)
-    sizes = [
-        kv_layout(rank_hparams(hparams, tp, range(3)), 16, torch.float16).token_bytes
-        for tp in (1, 4)
-    ]
-    assert sizes == [3 * 48 * 2] * 2
+    assert [token_bytes(hparams, tp) for tp in (1, 4)] == [3 * 48 * 2] * 2
 
 
 def test_wrong_sizes_are_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from windlass.cli.flags import (
 )
 from windlass.cli.options import ENGINE_OPTIONS, parse_size
 from windlass.cli.results import check_path, finish
-from windlass.config import flag
+from windlass.config import EngineConfig, flag
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from windlass.tools.common.slo import Slo
     from windlass.tools.plan.what_if import WhatIf
 
+SCALING = "Several devices"
 # Options that a plan chooses. With a load, they are inputs.
 _PLANNED = (
     "quantization",
@@ -108,6 +109,52 @@ def plan(
             panel=FORMATS,
         ),
     ] = False,
+    devices: Annotated[
+        int | None,
+        option("N", "Compare all ways to use this number of GPUs.", panel=SCALING),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        option(
+            "N",
+            "Only this number of GPUs that share every layer.",
+            *("--tensor-parallel-size", "-tp", "--tp"),
+            panel=SCALING,
+        ),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None,
+        option(
+            "N",
+            "Only this number of pipeline stages.",
+            *("--pipeline-parallel-size", "-pp", "--pp"),
+            panel=SCALING,
+        ),
+    ] = None,
+    enable_expert_parallel: Annotated[
+        bool,
+        switch(
+            "Only with whole experts on every GPU; default: with and without.",
+            *("--enable-expert-parallel", "--ep"),
+            panel=SCALING,
+        ),
+    ] = False,
+    link_bandwidth: Annotated[
+        float | None,
+        option(
+            "RATE",
+            "What a GPU sends to others [default: 450GB/s, NVLink 4].",
+            parser=parse_bandwidth,
+            panel=SCALING,
+        ),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        option("X", "Price of one GPU in dollars; default: a typical price.", panel=SCALING),
+    ] = None,
+    explain: Annotated[
+        bool, switch("List all assumptions with their sources.", "--explain", panel=SCALING)
+    ] = False,
     trace: TraceFile = None,
     workload: Annotated[
         str | None,
@@ -139,6 +186,10 @@ def plan(
     best. No weights are read. Sizes of weights and KV cache are exact, speeds are estimates, and
     quality is measured, typical or assumed. Exit code 1: nothing fits, or nothing is good enough.
 
+    With --devices or --tensor-parallel-size: compare tensor, pipeline and expert parallelism and
+    replicas on several H200, with the format of -q. Times are a model; --explain lists what it
+    assumes. Exit code 1: nothing fits.
+
     With --trace or --workload: replay the load on the real scheduler with step costs measured on
     this machine, and print the figures of bench serve. Exit code 1: the SLO is missed, or requests
     would fail.
@@ -147,8 +198,13 @@ def plan(
     check_path("--json", output)
     if trace is not None or workload is not None:
         _refuse(given, _FORMAT_FLAGS, "without --trace and --workload")
+        _refuse(given, (*_SHAPE_FLAGS, *_SCALING_FLAGS), "without --trace and --workload")
         return _replay(options, given)
     _refuse(given, _LOAD_FLAGS, "with --trace or --workload")
+    if any(given[name] is not None and given[name] is not False for name in _SHAPE_FLAGS):
+        _refuse(given, ("min_quality", "formats", "bandwidth", "measure"), "to one device")
+        return _scale(options, given)
+    _refuse(given, _SCALING_FLAGS, "with --devices or --tensor-parallel-size")
     planned = [name for name in _PLANNED if name in options.values]
     if planned:
         raise ConfigError(
@@ -191,6 +247,13 @@ _FORMAT_FLAGS = (
     "records",
     "measure",
 )
+_SHAPE_FLAGS = (
+    "devices",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "enable_expert_parallel",
+)
+_SCALING_FLAGS = ("link_bandwidth", "price_per_hour", "explain")
 _LOAD_FLAGS = (
     "request_rate",
     "max_concurrency",
@@ -206,7 +269,7 @@ _LOAD_FLAGS = (
 
 def _refuse(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for name in names:
-        if given[name] is not None and given[name] not in (False, []):
+        if given[name] is not None and given[name] is not False and given[name] != []:
             raise ConfigError(f"{flag(name)} only applies {where}.")
 
 
@@ -228,6 +291,42 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path}: {error.strerror or error}.") from error
+
+
+def _scale(options: Options, given: Mapping[str, Any]) -> int:
+    """Compare layouts on several GPUs. `given` are the flags of `plan`."""
+    from windlass.tools.plan.scaling import ScalingQuery
+    from windlass.tools.plan.scaling_on_h200 import plan_on_h200
+    from windlass.tools.plan.show_scaling import show_scaling
+
+    sized = [name for name in ("num_blocks", "kv_cache_memory_bytes") if name in options.values]
+    if sized:
+        raise ConfigError(f"{flag(sized[0])} is chosen by the plan: use --memory and --context.")
+    tp, pp = given["tensor_parallel_size"], given["pipeline_parallel_size"]
+    concurrency = given["concurrency"]
+    query = ScalingQuery(
+        devices=(tp or 1) * (pp or 1) if given["devices"] is None else given["devices"],
+        tp=tp,
+        pp=pp,
+        expert_parallel=given["enable_expert_parallel"],
+        context=given["context"],
+        concurrency=64 if concurrency is None else concurrency,
+    )
+    cache = {name: given[name] for name in ("kv_cache_dtype",) if given[name] is not None}
+    values = options.engine_values() | cache
+    found = plan_on_h200(
+        EngineConfig.of(**values),
+        query,
+        memory=given["memory"],
+        link_bandwidth=given["link_bandwidth"],
+        price_per_hour=given["price_per_hour"],
+        records=records_folder(given["records"]),
+    )
+    command = serve_command(values, found.best.options) if found.best else None
+    if given["output"] is not None:
+        _write(given["output"], asdict(found) | {"command": command})
+    show_scaling(found, command, explain=given["explain"])
+    return 0 if found.best else 1
 
 
 def _replay(options: Options, given: Mapping[str, Any]) -> int:

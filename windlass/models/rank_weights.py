@@ -10,17 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
-from windlass.errors import ConfigError
+from windlass.core.kv_layout import KVLayout
+from windlass.errors import ConfigError, ShardError
 from windlass.layers.embedding import TiedEmbedding
+from windlass.layers.head import Head
 from windlass.layers.stored import StoredWeight
 from windlass.models.decoder import Decoder
 from windlass.models.hparams import HParams
 from windlass.models.loader import outline
-from windlass.models.network import Parts, make_network
+from windlass.models.network import Parts, kv_layout, make_network
+from windlass.models.stages import Stage, cut_stages
 from windlass.parallel.mesh import Mesh
-from windlass.quant.shard import Shard
 
 MAX_RANKS = 64
 
@@ -49,13 +52,13 @@ class RankShape:
     def num_ranks(self) -> int:
         return self.tp * self.pp
 
+    @property
+    def ep(self) -> int:
+        """Ranks that divide the experts."""
+        return self.tp if self.expert_parallel else 1
+
     def check(self, hparams: HParams) -> None:
-        """Raise ConfigError if the model has too few layers or experts for this shape."""
-        if self.pp > hparams.num_layers:
-            raise ConfigError(
-                f"--pipeline-parallel-size {self.pp}: the model has {hparams.num_layers} layers, and "
-                "every stage needs one."
-            )
+        """Raise ConfigError if the model has no experts, or too few, for this shape."""
         if not self.expert_parallel:
             return
         if hparams.moe is None:
@@ -68,12 +71,6 @@ class RankShape:
                 f"--enable-expert-parallel with --tensor-parallel-size {self.tp}: the model has "
                 f"{num_experts} experts, and every rank needs one."
             )
-
-    def stages(self, num_layers: int) -> list[range]:
-        """The layers of each pipeline stage."""
-        ranks = (CountedRank(stage, self.pp) for stage in range(self.pp))
-        shards = [Shard.uneven(num_layers, rank, unit=1) for rank in ranks]
-        return [range(shard.start, shard.stop) for shard in shards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +98,34 @@ class RankNetwork:
     def layer(self, index: int) -> nn.Module:
         return self.decoder.model.layers[self.same_as[index]]
 
-    def stage_bytes(self, layers: range) -> int:
-        """Bytes of the weights of a pipeline stage of these layers."""
-        model, head = self.decoder.model, self.decoder.lm_head
-        ends: list[nn.Module] = []
-        if layers.start == 0:
-            ends.append(model.embed_tokens)
-            if model.embed_positions is not None:
-                ends.append(model.embed_positions)
-            if isinstance(model.embed_tokens, TiedEmbedding):
-                ends.append(head)
-        if layers.stop == len(self.same_as):
-            ends += [model.norm, head]
-        return count_bytes(ends) + sum(count_bytes([self.layer(index)]) for index in layers)
+    def stages(self, count: int) -> list[Stage]:
+        """Cut the layers into pipeline stages of about as many bytes."""
+        *costs, last = (self._layer_bytes(index) for index in range(len(self.same_as)))
+        return cut_stages([*costs, last + count_bytes(self._end)], count)
+
+    def stage_bytes(self, stage: Stage) -> int:
+        """Bytes of the weights of a pipeline stage."""
+        ends = (self._start if stage.is_first else []) + (self._end if stage.is_last else [])
+        return count_bytes(ends) + sum(map(self._layer_bytes, stage.layers))
+
+    def _layer_bytes(self, index: int) -> int:
+        return count_bytes([self.layer(index)])
+
+    @property
+    def _start(self) -> list[nn.Module]:
+        model = self.decoder.model
+        table = model.embed_tokens
+        found = [self.decoder.lm_head if isinstance(table, TiedEmbedding) else table]
+        return [module for module in (*found, model.embed_positions) if module is not None]
+
+    @property
+    def _end(self) -> list[nn.Module]:
+        return [self.decoder.model.norm, self.head]
+
+    @property
+    def head(self) -> Head:
+        assert self.decoder.lm_head is not None, "all stages together have the head"
+        return self.decoder.lm_head
 
 
 def count_bytes(modules: Iterable[nn.Module]) -> int:
@@ -134,7 +146,7 @@ def rank_network(hparams: HParams, parts: Parts, shape: RankShape, rank: int = 0
         raise ConfigError(
             f"{hparams.architecture} runs through transformers, and several devices cannot share it."
         )
-    mesh = Mesh(tp=CountedRank(rank, shape.tp))
+    mesh = Mesh(tp=CountedRank(rank, shape.tp), ep=CountedRank(rank % shape.ep, shape.ep))
     decoder = cast(Decoder, make_network(hparams, replace(parts, mesh=mesh)))
     layers = decoder.model.layers
     first: dict[object, int] = {}
@@ -167,21 +179,75 @@ def _params(module: StoredWeight) -> object:
 def rank_weights(hparams: HParams, parts: Parts, shape: RankShape) -> list[list[int]]:
     """Bytes of each rank's weights, by stage and tensor-parallel rank."""
     networks = [rank_network(hparams, parts, shape, rank) for rank in range(shape.tp)]
-    stages = shape.stages(hparams.num_layers)
-    return [[network.stage_bytes(layers) for network in networks] for layers in stages]
+    stages = networks[0].stages(shape.pp)
+    return [[network.stage_bytes(stage) for network in networks] for stage in stages]
 
 
 def fullest_rank(hparams: HParams, parts: Parts, shape: RankShape) -> RankNetwork:
-    """The network of the tensor-parallel rank with the most weights: they differ in the vocabulary."""
+    """The network of the tensor-parallel rank with the most weights.
+
+    Ranks differ in their rows of the vocabulary, and in their experts if the number does not divide.
+    """
     first = rank_network(hparams, parts, shape)
-    (rows,) = first.decoder.lm_head.outputs.values()
+    (rows,) = first.head.outputs.values()
     counts = [replace(rows, rank=rank).count for rank in range(shape.tp)]
-    most = counts.index(max(counts))
-    return first if most == 0 else rank_network(hparams, parts, shape, most)
+    differing = [counts.index(max(counts))]
+    if hparams.moe is not None and hparams.moe.routing.num_experts % shape.ep:
+        differing = list(range(shape.tp))
+    others = [rank_network(hparams, parts, shape, rank) for rank in differing if rank]
+    (whole,) = first.stages(1)
+    return max([first, *others], key=lambda network: network.stage_bytes(whole))
 
 
-def rank_hparams(hparams: HParams, tp: int, layers: range) -> HParams:
-    """The hyper-parameters of what one rank keeps in its KV cache."""
-    heads = Shard.replicated(hparams.num_kv_heads, CountedRank(0, tp), unit=1).count
-    windows = hparams.sliding_windows[layers.start : layers.stop]
-    return replace(hparams, num_layers=len(layers), sliding_windows=windows, num_kv_heads=heads)
+def rank_kv_layout(hparams: HParams, tp: int, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """The KV that one of `tp` ranks keeps of all layers."""
+    return kv_layout(hparams, block_size, dtype, Mesh(tp=CountedRank(0, tp)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDemand:
+    """What every rank needs beside its weights."""
+
+    kv_tokens: int
+    block_size: int
+    kv_dtype: torch.dtype
+    other_bytes: int = 0  # of steps, graphs and the process
+
+    def num_bytes(self, hparams: HParams, network: RankNetwork, shape: RankShape) -> int:
+        """The bytes of the fullest rank, weights included."""
+        layout = rank_kv_layout(hparams, shape.tp, self.block_size, self.kv_dtype)
+        return self.other_bytes + max(
+            network.stage_bytes(stage) + layout.stage(stage.layers).bytes_for(self.kv_tokens)
+            for stage in network.stages(shape.pp)
+        )
+
+
+def smallest_fit(
+    hparams: HParams, parts: Parts, demand: RankDemand, memory: int
+) -> RankShape | None:
+    """The fewest ranks of `memory` bytes each that hold a model; None: not even 64 do.
+
+    Of shapes with as many ranks, the one with the most tensor-parallel ranks.
+    """
+    networks: dict[int, RankNetwork | None] = {}
+
+    def network(tp: int) -> RankNetwork | None:
+        if tp not in networks:
+            try:
+                networks[tp] = fullest_rank(hparams, parts, RankShape(tp=tp))
+            except ShardError:
+                networks[tp] = None
+        return networks[tp]
+
+    one = network(1)
+    assert one is not None
+    (whole,) = one.stages(1)
+    for count in range(max(1, one.stage_bytes(whole) // max(1, memory)), MAX_RANKS + 1):
+        for tp in (size for size in range(count, 0, -1) if count % size == 0):
+            found = network(tp)
+            if found is None or count // tp > hparams.num_layers:
+                continue
+            shape = RankShape(tp=tp, pp=count // tp)
+            if demand.num_bytes(hparams, found, shape) <= memory:
+                return shape
+    return None

@@ -49,7 +49,11 @@ def price_of(given: float | None, device: str) -> Price:
         cores = os.cpu_count() or 1
         price = _USD_PER_CORE_HOUR * cores
         return Price(price, f"${price:.2f} per hour: {cores} cores at ${_USD_PER_CORE_HOUR}")
-    name = torch.cuda.get_device_name()
+    return gpu_price(torch.cuda.get_device_name())
+
+
+def gpu_price(name: str) -> Price:
+    """Return the default price of a GPU."""
     for part, price in _USD_PER_GPU_HOUR:
         if part in name:
             return Price(price, f"${price:g} per hour, a typical price of this GPU")

@@ -177,6 +177,45 @@ class _MetaNetwork:
     choice: str
 
 
+@dataclass(frozen=True, slots=True)
+class MetaParts:
+    """The parts of a network that is counted and never run; `choice` is the format of its weights."""
+
+    parts: Parts
+    linears: Linears
+    choice: str
+
+
+def meta_parts(
+    config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target
+) -> MetaParts:
+    """Choose dtype and formats as the engine would; other kernels are the CPU's reference."""
+    dtype, _ = choose_dtype(config, hparams, target.device)
+    linears, device = _linears(config, target, dtype), torch.device("cpu")
+    methods = choose_methods(config, hparams, checkpoint, linears)
+    parts = Parts(
+        dtype=dtype,
+        device=device,
+        max_positions=1,
+        ops=choose_ops(kernel_need(hparams, device=device, dtype=dtype, plain=True)),
+        method_for=methods.method_for,
+        table_dtype=methods.table_dtype,
+        table_method=methods.table_method,
+    )
+    return MetaParts(parts=parts, linears=linears, choice=methods.choice.value)
+
+
+def _linears(config: ModelConfig, target: Target, dtype: torch.dtype) -> Linears:
+    """Select kernels as the engine would; the kernels of an absent GPU cannot be queried."""
+    return Linears(
+        target.device,
+        dtype,
+        plain=config.plain_kernels or not target.present,
+        reference=config.dtype == "float32",
+        w4a8=config.quantization == "w4a8",
+    )
+
+
 class _Sizer:
     """Computes the sizes of one model's formats."""
 
@@ -211,21 +250,17 @@ class _Sizer:
         return counts.format_size(name, options, one.linears.dtype)
 
     def _meta_network(self, config: ModelConfig, hparams: HParams) -> _MetaNetwork:
-        dtype, _ = choose_dtype(config, hparams, self._target.device)
-        linears = self._linears(config, dtype)
-        methods = choose_methods(config, hparams, self._checkpoint, linears)
-        parts = self._parts(dtype, methods.method_for)
-        parts = replace(parts, table_dtype=methods.table_dtype, table_method=methods.table_method)
-        network = make_network(hparams, parts)
+        made = meta_parts(config, hparams, self._checkpoint, self._target)
+        network = make_network(hparams, made.parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]
         return _MetaNetwork(
-            network=network, layers=layers, linears=linears, choice=methods.choice.value
+            network=network, layers=layers, linears=made.linears, choice=made.choice
         )
 
     def typical_quality(self) -> Retention:
         """Return the published retention of the stored format."""
-        linears = self._linears(self._config, torch.float32)
+        linears = _linears(self._config, self._target, torch.float32)
         found = detect(self._hparams.quantization, self._hparams.source, linears)
         method = found.method(_ANY_LAYER) if found is not None else None
         if found is not None and method is not None:
@@ -235,22 +270,6 @@ class _Sizer:
             stored = self._checkpoint.stored(name)
             sizes[stored.format] += stored.num_bytes
         return typical_gguf(sizes.most_common(1)[0][0] if sizes else "")
-
-    def _linears(self, config: ModelConfig, dtype: torch.dtype) -> Linears:
-        """Select kernels as the engine would; the kernels of an absent GPU cannot be queried."""
-        return Linears(
-            self._target.device,
-            dtype,
-            plain=config.plain_kernels or not self._target.present,
-            reference=config.dtype == "float32",
-            w4a8=config.quantization == "w4a8",
-        )
-
-    def _parts(self, dtype: torch.dtype, method_for: Any) -> Parts:
-        """Build the rest of a network with reference ops on the CPU: only the weights matter."""
-        hparams, device = self._hparams, torch.device("cpu")
-        ops = choose_ops(kernel_need(hparams, device=device, dtype=dtype, plain=True))
-        return Parts(dtype=dtype, device=device, max_positions=1, ops=ops, method_for=method_for)
 
     def _counts(self, made: _MetaNetwork) -> _Counts:
         gemms = [gemm for layer in made.layers for gemm in layer.gemms]

@@ -1,0 +1,253 @@
+"""The kernels and collectives of one rank's part of a step, read off its network of meta tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from windlass.core.kv_layout import KVLayout
+from windlass.errors import UnsupportedError
+from windlass.layers.attention import Attention
+from windlass.layers.linear import Linear
+from windlass.layers.mla import MLA, AbsorbedWeight
+from windlass.layers.mlp import GatedMLP, PlainMLP
+from windlass.layers.moe import Experts, MoE
+from windlass.layers.stored import StoredWeight
+from windlass.models.decoder import Block
+from windlass.models.hparams import HParams
+from windlass.models.rank_weights import RankNetwork, count_bytes
+from windlass.models.stages import Stage
+from windlass.tools.plan.fabric import Collective, CollectiveKind
+from windlass.tools.plan.kernel_times import Kernel, KernelKind
+
+_NORM_PASSES = 4  # a norm reads and writes the residual stream and its result
+_SAMPLING_KERNELS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """One step: packed tokens, of which `rows` are sampled, after `context` tokens of each row."""
+
+    tokens: int
+    rows: int
+    context: float  # KV tokens that a token reads, on average
+
+    @classmethod
+    def decode(cls, rows: int, context: int) -> StepSize:
+        return cls(tokens=rows, rows=rows, context=context)
+
+    @classmethod
+    def prefill(cls, tokens: int) -> StepSize:
+        return cls(tokens=tokens, rows=1, context=(tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a rank of one pipeline stage does in a step."""
+
+    kernels: tuple[Kernel, ...]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """Computes the work of a rank's stages."""
+
+    network: RankNetwork
+    hparams: HParams
+    tp: int
+    layout: KVLayout  # of all layers on this rank
+    item_bytes: int  # of activations
+
+    def stage(self, stage: Stage, size: StepSize) -> StageWork:
+        """The work of a stage; after the last layer's attention only sampled rows go on."""
+        kernels: list[Kernel] = []
+        collectives: list[Collective] = []
+        if stage.is_first:
+            kernels.append(self._small(size.tokens * self.hparams.hidden_size, passes=2))
+            collectives += self._reduce(size.tokens)
+        for index in stage.layers:
+            after = size.rows if index + 1 == stage.num_layers else size.tokens
+            block = cast(Block, self.network.layer(index))
+            kernels += self._attention(block, index, size, after)
+            kernels += self._mlp(block, after)
+            collectives += self._layer_reduces(block, size.tokens, after)
+        if stage.is_last:
+            kernels += self._head(size.rows)
+            num_bytes = size.rows * self.hparams.vocab_size * self.item_bytes
+            collectives.append(Collective("all-gather", num_bytes, self.tp))
+        else:
+            collectives.append(Collective("send", self._stream_bytes(size.tokens), 2))
+        kept = tuple(each for each in collectives if each.num_ranks > 1)
+        return StageWork(tuple(kernels), kept)
+
+    def expert_exchange(self, tokens: int) -> dict[CollectiveKind, list[Collective]]:
+        """What all mixtures of a step exchange: the engine's all-reduces, or two all-to-alls each.
+
+        An all-to-all sends tokens to their experts' ranks and results back, if every rank had its own
+        tokens.
+        """
+        mixtures = [
+            mlp
+            for index in range(len(self.network.same_as))
+            if isinstance(mlp := cast(Block, self.network.layer(index)).mlp, MoE)
+        ]
+        if not mixtures:
+            return {}
+        routing = mixtures[0].experts.routing
+        received = self._stream_bytes(tokens) * routing.top_k // self.tp
+        pair = [Collective("all-to-all", received, self.tp)] * 2
+        return {
+            "all-reduce": self._reduce(tokens, count=len(mixtures)),
+            "all-to-all": pair * len(mixtures),
+        }
+
+    def step_bytes(self, tokens: int, rows: int) -> int:
+        """An estimate of a step's largest tensors: residual stream, MLP activations and logits."""
+        hidden, widths = self.hparams.hidden_size, []
+        for index in set(self.network.same_as):
+            mlp = cast(Block, self.network.layer(index)).mlp
+            if isinstance(mlp, MoE):
+                experts = mlp.experts
+                share = len(experts.down.parts) / experts.routing.num_experts
+                pairs = experts.routing.top_k * share  # of this rank, per token
+                widths.append(pairs * (3 * experts.down.num_in + hidden))
+            else:
+                widths.append(3 * mlp.down_proj.num_in)
+        logits = rows * self.hparams.vocab_size * (self.item_bytes + 4)
+        return int(tokens * (2 * hidden + max(widths)) * self.item_bytes) + logits
+
+    def _stream_bytes(self, tokens: int) -> int:
+        return tokens * self.hparams.hidden_size * self.item_bytes
+
+    def _reduce(self, tokens: int, count: int = 1) -> list[Collective]:
+        return [Collective("all-reduce", self._stream_bytes(tokens), self.tp)] * count
+
+    def _small(self, values: float, passes: float) -> Kernel:
+        return Kernel("small", values * passes * self.item_bytes)
+
+    def _layer_reduces(self, block: Block, tokens: int, after: int) -> list[Collective]:
+        attention, mlp = _attention_of(block), block.mlp
+        found = []
+        if isinstance(attention, Attention) and attention.shape.qk_norm == "whole":
+            found.append(Collective("all-reduce", tokens * 2 * 4, self.tp))
+        found += self._reduce(after, count=int(attention.o_proj.is_partial))
+        if isinstance(mlp, MoE):
+            found += self._reduce(after)
+        dense = mlp.shared_expert if isinstance(mlp, MoE) else mlp
+        if dense is not None:
+            found += self._reduce(after, count=int(dense.down_proj.is_partial))
+        return found
+
+    def _attention(self, block: Block, index: int, size: StepSize, after: int) -> Iterator[Kernel]:
+        attention = _attention_of(block)
+        yield self._small(after * self.hparams.hidden_size, _NORM_PASSES)
+        for child in attention.modules():
+            if isinstance(child, Linear):
+                yield self._gemm(child, after if child is attention.o_proj else size.tokens)
+            elif isinstance(child, AbsorbedWeight):  # two kernels read it, for queries and outputs
+                half = self._gemm(child, size.tokens)
+                yield from (Kernel(half.kind, half.num_bytes / 2, half.num_flops / 2),) * 2
+        group, _ = self.layout.place(index)
+        kept = self.layout.groups[group]
+        context = min(size.context, kept.window or size.context)
+        token_bytes = kept.layer_bytes / self.layout.block_size
+        # A row's keys and values are read once for all of its tokens.
+        read = size.rows * context * token_bytes * (1 if size.tokens == size.rows else 2)
+        if isinstance(attention, MLA):
+            latent = attention.heads
+            flops = 2 * size.tokens * context * latent.num_q * (latent.dim + latent.rank)
+            yield Kernel("latent attention", read, flops)
+            return
+        heads = attention.heads
+        qkv = (heads.num_q + 2 * heads.num_kv) * heads.dim
+        yield self._small(size.tokens * qkv, 2)  # RoPE and the write to the KV cache
+        kind: KernelKind = "8-bit attention" if kept.item_bytes == 1 else "attention"
+        yield Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
+
+    def _mlp(self, block: Block, tokens: int) -> Iterator[Kernel]:
+        yield self._small(tokens * self.hparams.hidden_size, _NORM_PASSES)
+        for child in block.mlp.modules():
+            if isinstance(child, Linear):
+                yield self._gemm(child, tokens)
+            elif isinstance(child, Experts):
+                yield self._experts(child, tokens)
+            elif isinstance(child, GatedMLP | PlainMLP):
+                yield self._small(tokens * child.down_proj.num_in, 3)
+        if isinstance(block.mlp, MoE) and block.mlp.shared_expert is not None:
+            yield self._small(tokens * self.hparams.hidden_size, 3)
+
+    def _gemm(self, layer: StoredWeight, tokens: int) -> Kernel:
+        num_out, num_in = sum(layer.parts.values()), layer.num_in
+        moved = tokens * (num_out + num_in) * self.item_bytes
+        return Kernel(
+            kind=_gemm_kind(layer),
+            num_bytes=count_bytes([layer]) + moved,
+            num_flops=2 * tokens * num_out * num_in,
+        )
+
+    def _experts(self, experts: Experts, tokens: int) -> Kernel:
+        """The experts of the busiest rank; all experts are equally likely."""
+        routing = experts.routing
+        num_weights = sum(experts.gate_up.parts.values()) * experts.gate_up.num_in
+        num_weights += sum(experts.down.parts.values()) * experts.down.num_in
+        num_local = len(experts.down.parts)
+        groups = routing.num_experts // num_local
+        pairs = busiest_pairs(tokens * routing.top_k, groups)
+        share = expert_share(pairs, num_local)
+        moved = pairs * 2 * self.hparams.hidden_size * self.item_bytes
+        prepared = experts.down.prepared
+        return Kernel(
+            kind=_expert_kind("" if prepared is None else prepared.form),
+            num_bytes=share * experts.num_bytes + moved,
+            num_flops=2 * pairs * num_weights / num_local,
+        )
+
+    def _head(self, rows: int) -> Iterator[Kernel]:
+        head, vocab = self.network.head, self.hparams.vocab_size
+        yield self._small(rows * self.hparams.hidden_size, _NORM_PASSES)
+        yield self._gemm(head, rows)
+        yield from [Kernel("small", rows * vocab * 4 / 2)] * _SAMPLING_KERNELS
+
+
+def _attention_of(block: Block) -> Attention | MLA:
+    attention: object = block.self_attn
+    if isinstance(attention, Attention | MLA):
+        return attention
+    raise UnsupportedError(
+        f"layers of {type(attention).__name__} are not part of the model of several GPUs."
+    )
+
+
+def busiest_pairs(num_pairs: int, num_groups: int) -> float:
+    """Expected (token, expert) pairs of the group of experts with the most, out of equal groups.
+
+    A normal distribution's maximum of n draws is about sqrt(2 ln n) deviations above its mean. Some
+    group has at least the mean, rounded up.
+    """
+    if num_groups == 1:
+        return num_pairs
+    mean = num_pairs / num_groups
+    deviation = math.sqrt(mean * (1 - 1 / num_groups))
+    most = max(math.ceil(mean), mean + deviation * math.sqrt(2 * math.log(num_groups)))
+    return min(num_pairs, most)
+
+
+def expert_share(num_pairs: float, num_experts: int) -> float:
+    """The expected share of experts that some of the pairs choose."""
+    return 1 - (1 - 1 / num_experts) ** num_pairs if num_experts > 1 else min(1.0, num_pairs)
+
+
+def _gemm_kind(layer: StoredWeight) -> KernelKind:
+    form = layer.gemms[0].form if layer.gemms else ""
+    if form.startswith("fp8"):
+        return "fp8 blocks" if "blocks" in form else "fp8"
+    return "other codes" if form.startswith(("int", "4-bit")) else "bf16"
+
+
+def _expert_kind(form: str) -> KernelKind:
+    if form.startswith("fp8"):
+        return "fp8 experts"
+    return "other experts" if form.startswith(("int", "4-bit")) else "bf16 experts"

@@ -1,0 +1,80 @@
+"""Prints the layouts of a model on several GPUs as text."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from windlass.runner.device import gib
+from windlass.tools.plan.scaling import PROMPT, Batch, Layout, ScalingPlan
+
+
+def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> None:
+    """Print the layouts and the choice. `command` serves it; `explain` lists the assumptions."""
+    console = Console(width=1000, soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"{found.model}, {found.format}, on {found.devices} x {found.gpu} with "
+        f"{gib(found.memory_bytes)} each; contexts of {found.context:,} tokens"
+    )
+    console.print()
+    console.print(_table(found))
+    console.print()
+    for name, why in found.refused.items():
+        console.print(f"{name}: {why}")
+    console.print(f"Times are a model, {found.checked}. --explain lists what it assumes.")
+    if explain:
+        console.print()
+        for layout in found.layouts:
+            exchange = layout.expert_exchange_ms.items()
+            if layout.fits and exchange:
+                times = ", ".join(f"{ms:,.2f} ms with {kind}s" for kind, ms in exchange)
+                console.print(f"  experts of {layout.name} exchange per step: {times}")
+        for item in found.assumptions:
+            console.print(f"  {item.name}: {item.value} [{item.source}]")
+    console.print()
+    if command is None:
+        console.print(f"No choice: {found.reason}")
+        return
+    console.print(f"Recommended: {found.reason}")
+    console.print(f"  {command}")
+
+
+def _table(found: ScalingPlan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layout")
+    batches = found.layouts[0].batches
+    for heading in (
+        "weights per GPU",
+        "KV per token and GPU",
+        "max tokens",
+        *(f"tok/s x {each.requests}" for each in batches),
+        f"TTFT of {PROMPT:,}, ms",
+        f"TPOT x {found.concurrency}, ms",
+        f"communication x {found.concurrency}",
+        f"$ per M tokens x {found.concurrency}",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layout in found.layouts:
+        table.add_row(*_row(layout, found.concurrency))
+    return table
+
+
+def _row(layout: Layout, concurrency: int) -> list[str]:
+    own = layout.batch(concurrency)
+    cost = own.usd_per_million
+    cells = [layout.name, gib(layout.weight_bytes), gib(layout.kv_token_bytes)]
+    if not layout.fits:
+        return [*cells, "does not fit"]
+    return [
+        *cells,
+        f"{layout.max_tokens:,}",
+        *map(_speed, layout.batches),
+        f"{layout.ttft_ms:,.1f}",
+        f"{own.tpot_ms:,.2f}",
+        f"{own.communication:.0%}",
+        "-" if cost is None else f"{cost:,.2f}",
+    ]
+
+
+def _speed(batch: Batch) -> str:
+    return f"{batch.tok_s:,.0f}" if batch.fits else "-"
