@@ -372,16 +372,14 @@ def build_scorer(
     """Build a scorer of given tokens, with a KV cache for one group. `weights`: share them."""
     from windlass.runner.assemble import make_runner
     from windlass.runner.device import choose_device
-    from windlass.runner.load import load_network
+    from windlass.runner.load import kv_format_of, load_network
     from windlass.runner.scoring import Scorer
 
     if config.parallel.num_ranks > 1:
         raise ConfigError("tokens are scored on one device. Leave out --tensor-parallel-size.")
-    size = config.cache.block_size
     config = replace(
         config,
         model=replace(config.model, enforce_eager=True),
-        cache=replace(config.cache, num_blocks=limits.num_blocks(size)),
         scheduler=replace(
             config.scheduler,
             max_num_seqs=limits.rows,
@@ -390,13 +388,16 @@ def build_scorer(
     )
     checkpoint = open_checkpoint(source.files, config.model)
     weights = load_network(config, source.hparams, checkpoint, weights=weights)
+    layout = kv_format_of(config, source.hparams, weights.parts).layout.without_windows()
+    cache = replace(config.cache, num_blocks=limits.num_blocks(layout))
+    config = replace(config, cache=cache)
     steps = config.limits(choose_device(config.model).type)
     made = make_runner(config, source.hparams, weights, steps, one_table=True)
     scorer = Scorer(
         runner=made.runner,
         network=weights.network,
         limits=limits,
-        block_size=size,
+        layout=layout,
         vocab_size=source.hparams.vocab_size,
     )
     choices = [*weights.choices, made.kv_format.choice]

@@ -104,7 +104,11 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = option(16, "Tokens per KV block.")
+    block_size: int | None = option(
+        None,
+        "Tokens per KV block, a power of two; default: 16, or more for a model with recurrent states, "
+        "of which each block keeps a copy.",
+    )
     memory_share: float | None = option(
         None,
         "Share of a GPU's memory to use, or of a CPU's free memory; default: by profile.",
@@ -131,7 +135,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory_bytes")
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}.")
         share = self.memory_share
         if share is not None and not 0.0 < share <= 1.0:

@@ -130,9 +130,10 @@ def test_layers_of_two_groups_use_their_own_tables() -> None:
 
 
 def test_only_keys_and_values_of_one_shape_have_pages() -> None:
-    state = KVGroup(kind="state", layers=(0,), page=(64,), item_bytes=4)
-    with pytest.raises(UnsupportedError, match="groups of the kinds state"):
-        KVCache(KVLayout.of([state], 4), 2, torch.float32, CPU)
+    latent = KVGroup(kind="latent", layers=(0,), page=(4, 64), item_bytes=4)
+    full = KVGroup(kind="full", layers=(1,), page=(2, 2, 4, 16), item_bytes=4)
+    with pytest.raises(UnsupportedError, match="groups of the kinds full, latent"):
+        KVCache(KVLayout.of([latent, full], 4), 2, torch.float32, CPU)
 
 
 def test_row_does_not_depend_on_other_rows() -> None:

@@ -41,7 +41,7 @@ def write_model(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         add_value(writer, f"{architecture}.{key}", value)
-    for key, value in _TOKENIZER.items():
+    for key, value in TOKENIZER.items():
         add_value(writer, key, value)
     for name, tensor in _tensors(architecture, model).items():
         writer.add_tensor(name, np.ascontiguousarray(tensor))
@@ -56,7 +56,7 @@ def write_model(
     return path
 
 
-_TOKENIZER = {
+TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
     "tokenizer.ggml.tokens": [f"t{i}" for i in range(97)],

@@ -54,6 +54,7 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
             "weight_bytes": network.weight_bytes,
             "table_bytes": network.table_bytes,
             "kv_bytes_per_token": blueprint.kv_format.layout.token_bytes,
+            "state_bytes_per_sequence": blueprint.kv_format.layout.state_bytes,
         },
     }
     if list_tensors:

@@ -123,6 +123,9 @@ def _kernel_rows(report: dict[str, Any]) -> list[Row]:
     rows.append(("embedding", readable_bytes(table) if table else "0 B", own))
     rows.append(("weights", readable_bytes(estimate["weight_bytes"]), "in memory"))
     rows.append(("KV cache", readable_bytes(estimate["kv_bytes_per_token"]), "per token"))
+    state = estimate["state_bytes_per_sequence"]
+    if state:
+        rows.append(("recurrent states", readable_bytes(state), "per sequence"))
     return rows
 
 

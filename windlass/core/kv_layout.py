@@ -114,6 +114,11 @@ class KVLayout:
         return -(-num_blocks * self.block_bytes // self.block_size)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence; each full block keeps a copy as large."""
+        return sum(group.num_bytes for group in self.groups if group.kind == "state")
+
+    @property
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
 

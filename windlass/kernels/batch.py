@@ -3,13 +3,13 @@
 Only this file defines the KV cache layout: pages are [block, head, position in block, dim], so the
 keys of one head in a block are contiguous. Latent pages (MLA) have one head, whose vectors are keys, and
 in their first numbers values. Pages of 8-bit types hold quantised codes, with one scale per token and
-head in a separate tensor.
+head in a separate tensor. A layout with recurrent states has all pages of a block in one line of bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,18 @@ class LayerKV:
         return self.keys.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The recurrent states of one layer, of which every block has one."""
+
+    pages: Tensor  # [blocks, values] float32
+    block_size: int  # tokens per block
+    group: int = 0  # of the layout
+
+
+LayerPages = LayerKV | LayerState
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate zeroed pages: a padded read of a NaN times a weight of zero would be NaN.
 
@@ -78,10 +90,17 @@ def attention_layout(
     dim: int,
     block_size: int,
     dtype: torch.dtype,
+    states: Mapping[int, int] | None = None,
 ) -> KVLayout:
-    """The KV layout of attention layers, given the window of each; None: full attention."""
+    """The KV layout of attention layers, given the window of each; None: full attention.
+
+    `states`: the layers that have a recurrent state instead, of so many numbers.
+    """
+    states = states or {}
     groups = [
-        KVGroup(
+        _state_group(layer, states[layer], dim)
+        if layer in states
+        else KVGroup(
             kind="full" if window is None else "window",
             layers=(layer,),
             page=(2, num_kv_heads, block_size, dim),
@@ -92,6 +111,16 @@ def attention_layout(
         for layer, window in enumerate(windows)
     ]
     return KVLayout.of(groups, block_size)
+
+
+def _state_group(layer: int, num_values: int, align: int) -> KVGroup:
+    """The KV group of one layer with a recurrent state of `num_values` numbers.
+
+    `align`: numbers of a key vector, a multiple of which a block has.
+    """
+    unit = math.lcm(align, 4)  # vector loads are aligned to 16 bytes
+    page = (-(-num_values // unit) * unit,)
+    return KVGroup(kind="state", layers=(layer,), page=page, item_bytes=4)
 
 
 def latent_layout(num_layers: int, *, dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
@@ -112,9 +141,15 @@ class KVCache:
     def __init__(
         self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.layers: list[LayerPages]
+        self._block_axis = 0 if layout.has_state else 2
+        if layout.has_state:
+            self._owned = [_zeros((num_blocks, layout.block_bytes), torch.uint8, device)]
+            self.layers = _layers_with_states(layout, self._owned[0], dtype)
+            return
         pages = {group.page for group in layout.groups}
         kinds = {group.kind for group in layout.groups}
-        if len(pages) > 1 or "state" in kinds:
+        if len(pages) > 1:
             raise UnsupportedError(
                 f"KV groups of the kinds {', '.join(sorted(kinds))} with pages {sorted(pages)}: only "
                 "keys and values of one shape, or latent vectors of one size, can be allocated."
@@ -154,9 +189,9 @@ class KVCache:
 
     @property
     def pages(self) -> Tensor | None:
-        """All pages, [page slots, 2, blocks, kv heads, block size, dim]; None for codes and latents."""
+        """All pages, [page slots, 2, blocks, kv heads, block size, dim]; None for other layouts."""
         pages = self._owned[0]
-        return pages if len(self._owned) == 1 and pages.shape[1] == 2 else None
+        return pages if len(self._owned) == 1 and pages.ndim == 6 and pages.shape[1] == 2 else None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in all layers. Every source is read before any target is written."""
@@ -164,7 +199,23 @@ class KVCache:
             return
         sources, targets = zip(*pairs, strict=True)
         for tensor in self._owned:
-            tensor[:, :, list(targets)] = tensor[:, :, list(sources)]
+            by_block = tensor.movedim(self._block_axis, 0)
+            by_block[list(targets)] = by_block[list(sources)]
+
+
+def _layers_with_states(layout: KVLayout, owned: Tensor, dtype: torch.dtype) -> list[LayerPages]:
+    """Views of the bytes of all blocks, [blocks, bytes]."""
+    layers: list[LayerPages] = []
+    for layer in range(layout.num_layers):
+        index, slot = layout.place(layer)
+        group = layout.groups[index]
+        at = owned[:, slot * group.layer_bytes : (slot + 1) * group.layer_bytes]
+        if group.kind == "state":
+            layers.append(LayerState(at.view(torch.float32), layout.block_size, index))
+        else:
+            pages = at.view(dtype).unflatten(1, group.page)
+            layers.append(LayerKV(keys=pages[:, 0], values=pages[:, 1], group=index))
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +284,7 @@ class StepBatch:
     # a kernel reads no page, nor computes its address, before a row's first visible position.
     tables: Tensor
     spans: list[Span]
-    kv: list[LayerKV]
+    kv: Sequence[LayerPages]
     work: AttentionWork | None = None
     batch_invariant: bool = False  # whether a row's result must not depend on the other rows
     adapters: AdapterRows | None = None  # None: no row uses an adapter
@@ -241,9 +292,19 @@ class StepBatch:
     # Ranges of prompt tokens [first, last), whose activations GEMMs may quantise more coarsely.
     prompts: Sequence[tuple[int, int]] = ()
 
-    def table_of(self, kv: LayerKV) -> Tensor:
+    def kv_of(self, layer: int) -> LayerKV:
+        kv = self.kv[layer]
+        assert isinstance(kv, LayerKV)
+        return kv
+
+    def state_of(self, layer: int) -> LayerState:
+        state = self.kv[layer]
+        assert isinstance(state, LayerState)
+        return state
+
+    def table_of(self, pages: LayerPages) -> Tensor:
         """The block tables that find a layer's pages: [slots, max blocks]."""
-        return self.tables[kv.group]
+        return self.tables[pages.group]
 
     @property
     def all_singles(self) -> bool:

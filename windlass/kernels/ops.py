@@ -10,6 +10,7 @@ from torch import Tensor
 from windlass.core.card import Choice
 from windlass.core.mla import LatentHeads
 from windlass.kernels import latent as reference_latent
+from windlass.kernels import mamba as reference_mamba
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
@@ -23,7 +24,7 @@ from windlass.kernels.select import Need, Selection, select
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Each function has the contract of the function of that name in reference.py or latent.py."""
+    """Each function has the contract of its namesake in reference.py, latent.py or mamba.py."""
 
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]  # may update the residual in place
@@ -33,6 +34,8 @@ class Ops:
     latent_queries: Callable[..., Tensor] = reference_latent.latent_queries
     latent_attention: Callable[..., Tensor] = reference_latent.latent_attention
     latent_outputs: Callable[..., Tensor] = reference_latent.latent_outputs
+    causal_conv: Callable[..., Tensor] = reference_mamba.causal_conv
+    selective_scan: Callable[..., Tensor] = reference_mamba.selective_scan
     embedding: Callable[..., Tensor] = reference.embedding
     gather: Callable[..., Tensor] = reference.gather
     qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
@@ -139,12 +142,14 @@ _TORCH_ON_GPU = (
 )
 _OPERATIONS = (*_TORCH_ON_GPU, "rms_norm", "add_rms_norm", "silu_mul")
 _ATTENTION = ("qk_norm", "rope_write", "attention")
+_MAMBA = ("causal_conv", "selective_scan")
 _LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 
 
 def choose_ops(need: Need) -> Ops:
     """Select a kernel for every operation."""
-    operations = (*_OPERATIONS, *(_LATENT_ATTENTION if need.latent else _ATTENTION))
+    mixers = _LATENT_ATTENTION if need.latent else _ATTENTION
+    operations = (*_OPERATIONS, *mixers, *(_MAMBA if need.mamba else ()))
     chosen = {name: select(name, need) for name in operations}
     functions = {name: selection.function for name, selection in chosen.items()}
     has_native = any(selection.name == "native" for selection in chosen.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import Heads
 from windlass.kernels.native.ops import NativeOps
@@ -36,6 +37,7 @@ class Need:
     soft_cap: float | None = None
     sinks: bool = False
     latent: LatentHeads | None = None  # set: attention is MLA, and `heads` have the latents' size
+    mamba: MambaHeads | None = None  # set: some layers are Mamba-2
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
     workers: Workers = field(default_factory=Workers)  # of native kernels
@@ -151,6 +153,7 @@ def _fused_torch(need: Need) -> str | None:
 
 _TRITON = "windlass.kernels.triton"
 _LATENT = "windlass.kernels.latent"
+_MAMBA = "windlass.kernels.mamba"
 _REFERENCE = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
@@ -188,6 +191,8 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
+    "causal_conv": [Candidate("plain", f"{_MAMBA}:causal_conv", _never)],
+    "selective_scan": [Candidate("plain", f"{_MAMBA}:selective_scan", _never)],
     "latent_queries": [
         Candidate("triton", f"{_TRITON}.latent:latent_queries", _triton_latent),
         Candidate("native", "latent_queries", _native_latent),

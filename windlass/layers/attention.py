@@ -45,10 +45,16 @@ class AttentionShape:
 
 
 class AttentionLayer(nn.Module):
-    """Attention whose heads' outputs go through an output projection."""
+    """Attention, or a mixer in its place, whose heads' outputs go through an output projection."""
 
+    qkv_proj: Linear
     o_proj: Linear
     ops: Ops
+
+    @property
+    def first_proj(self) -> Linear:
+        """The projection that reads the normalised input."""
+        return self.qkv_proj
 
     @abstractmethod
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
@@ -144,7 +150,7 @@ class Attention(AttentionLayer, ShardedRows):
 
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their keys and values."""
-        kv = batch.kv[self.index]
+        kv = batch.kv_of(self.index)
         qkv = self.qkv_proj.raw(x, batch.adapters)
         if self.shape.qk_norm == "whole":
             qkv = self._normalise_whole(qkv)

@@ -133,7 +133,7 @@ class MLA(AttentionLayer):
             self.heads,
             self._weights,
             cos_sin=cos_sin,
-            kv=batch.kv[self.index],
+            kv=batch.kv_of(self.index),
             batch=batch,
             scale=self.scale,
         )

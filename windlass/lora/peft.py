@@ -48,7 +48,9 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(hparams.num_layers):
         is_moe = hparams.moe is not None and hparams.moe.layers[layer]
-        modules = attention if is_moe else attention | mlp
+        # A Mamba mixer's projections have no adapters: its input projection is stored fused.
+        mixer = {} if hparams.is_mamba(layer) else attention
+        modules = mixer if is_moe else mixer | mlp
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
 

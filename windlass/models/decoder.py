@@ -30,6 +30,7 @@ from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.head import Head
 from windlass.layers.linear import Linear
+from windlass.layers.mamba import Mamba, MambaShape, rank_mamba_heads
 from windlass.layers.mla import MLA, MLAShape
 from windlass.layers.mlp import GatedMLP, PlainMLP
 from windlass.layers.moe import MoE, MoEShape
@@ -61,7 +62,12 @@ class Block(nn.Module):
         placement = hparams.norm.placement
         self._scale = hparams.residual_scale
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
-        self.self_attn = _attention(index, hparams, parts, index - first)
+        self.self_attn: Attention | MLA | None = None
+        self.mamba: Mamba | None = None
+        if hparams.is_mamba(index):
+            self.mamba = _mamba(index, hparams, parts, index - first)
+        else:
+            self.self_attn = _attention(index, hparams, parts, index - first)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
@@ -75,10 +81,17 @@ class Block(nn.Module):
             )
             self.post_feedforward_layernorm = norm_of(hparams, parts)
         if placement in ("pre", "sandwich"):
-            _quantise_for(self.input_layernorm, self.self_attn.qkv_proj)
+            _quantise_for(self.input_layernorm, self.mixer.first_proj)
             if isinstance(self.mlp, GatedMLP):
                 before_mlp = self.pre_feedforward_layernorm or self.post_attention_layernorm
                 _quantise_for(before_mlp, self.mlp.gate_up_proj)
+
+    @property
+    def mixer(self) -> Attention | MLA | Mamba:
+        """The sublayer that mixes tokens."""
+        mixer = self.self_attn or self.mamba
+        assert mixer is not None
+        return mixer
 
     def forward(
         self,
@@ -100,7 +113,7 @@ class Block(nn.Module):
             norm = after(None, self._scale, output_norm)
         else:
             norm = after(output_norm, self._scale, input_norm)
-        x, residual = self.self_attn(x, residual, norm, batch, cos_sin, logits_indices)
+        x, residual = self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
         next_norm = after(self.post_feedforward_layernorm, self._scale, next_norm)
         return self.mlp(x, residual, next_norm, adapters)
 
@@ -113,11 +126,11 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
-        attended = self.self_attn.output(x, batch, cos_sin, logits_indices)
+        attended = self.mixer.output(x, batch, cos_sin, logits_indices)
         adapters = batch.adapters
         if logits_indices is not None:
-            x = self.self_attn.ops.gather(x, logits_indices.tokens)
-            residual = self.self_attn.ops.gather(residual, logits_indices.tokens)
+            x = self.mixer.ops.gather(x, logits_indices.tokens)
+            residual = self.mixer.ops.gather(residual, logits_indices.tokens)
             adapters = logits_indices.adapters
         if self.post_attention_layernorm is not None:
             x = self.post_attention_layernorm(residual)
@@ -251,6 +264,33 @@ def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Att
     )
 
 
+def _mamba(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Mamba:
+    assert hparams.mamba is not None
+    shape = MambaShape(
+        hidden_size=hparams.hidden_size,
+        heads=hparams.mamba.heads,
+        norm_eps=hparams.norm_eps,
+        conv_bias=hparams.mamba.conv_bias,
+        proj_bias=hparams.mamba.proj_bias,
+    )
+    return Mamba(
+        index=kv_index,
+        shape=shape,
+        method_for=partial(parts.method_for, f"model.layers.{index}.mamba."),
+        ops=parts.ops,
+        group=parts.mesh.tp,
+        dtype=parts.dtype,
+    )
+
+
+def _state_sizes(hparams: HParams, mesh: Mesh) -> dict[int, int]:
+    """The numbers of this rank's part of the recurrent state, of each layer that has one."""
+    if hparams.mamba is None:
+        return {}
+    size = rank_mamba_heads(hparams.mamba.heads, mesh.tp).num_values
+    return {layer: size for layer in range(hparams.num_layers) if hparams.is_mamba(layer)}
+
+
 def _attention_shape(index: int, hparams: HParams) -> AttentionShape:
     return AttentionShape(
         hidden_size=hparams.hidden_size,
@@ -373,6 +413,7 @@ class Decoder(Network):
             dim=hparams.head_dim,
             block_size=block_size,
             dtype=dtype,
+            states=_state_sizes(hparams, mesh),
         )
 
     @property

@@ -17,6 +17,7 @@ ROPE_FACTORS = {
     "rope_factors_short.weight": "short_factor",
 }
 _PER_LAYER = "attention.sliding_window_pattern"  # a family reads the values of all layers
+_KV_HEADS = "attention.head_count_kv"
 
 
 def architecture_of(header: GGUFHeader) -> str:
@@ -75,7 +76,7 @@ def head_counts(header: GGUFHeader) -> tuple[int, int]:
     """The number of query heads and of KV heads."""
     keys = _keys(header, architecture_of(header))
     heads = keys.positive_int("attention.head_count")
-    return heads, keys.positive_int("attention.head_count_kv", heads)
+    return heads, keys.positive_int(_KV_HEADS, heads)
 
 
 def _keys(header: GGUFHeader, architecture: str) -> Fields:
@@ -96,6 +97,8 @@ def _common_value(key: str, value: Any, header: GGUFHeader) -> Any:
     """The common value of all layers: some writers store one value per layer."""
     if not isinstance(value, list):
         return value
+    if key.endswith(_KV_HEADS):  # layers without attention have none
+        value = [count for count in value if count] or [1]
     if len(set(value)) != 1:
         raise UnsupportedError(
             f"{header.path}: {key} differs between layers ({value}), which is not supported."

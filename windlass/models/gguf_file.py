@@ -40,7 +40,7 @@ _INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+?)((?:\.(?:weight|bias))?)")
 _OUTER_NAME = re.compile(r"(\w+)\.(weight|bias)")
 _PLAIN = ("F32", "F16", "BF16")
 
@@ -170,7 +170,7 @@ def hf_name(name: str, path: Path, family: GGUFFamily) -> str:
     block, outer = _BLOCK_NAME.fullmatch(name), _OUTER_NAME.fullmatch(name)
     inner_names, outer_names = {**_INNER, **family.names}, {**_OUTER, **family.outer_names}
     if block and block[2] in inner_names:
-        return f"model.layers.{block[1]}.{inner_names[block[2]]}.{block[3]}"
+        return f"model.layers.{block[1]}.{inner_names[block[2]]}{block[3]}"
     if outer and outer[1] in outer_names:
         return f"{outer_names[outer[1]]}.{outer[2]}"
     raise UnsupportedError(f"{path}: tensor {name} does not belong to a supported network.")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.core.moe import ExpertActivation, Routing
 from windlass.models.rope_config import RopeConfig
@@ -59,6 +60,16 @@ class MLAHParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaHParams:
+    """The Mamba-2 layers."""
+
+    heads: MambaHeads
+    layers: tuple[bool, ...]  # whether a layer is Mamba-2; others have attention
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HParams:
     """A network's hyper-parameters."""
 
@@ -98,6 +109,7 @@ class HParams:
     moe: MoEHParams | None = None
     # If set, attention is MLA, and num_kv_heads and head_dim are those of the latents.
     mla: MLAHParams | None = None
+    mamba: MambaHParams | None = None
     num_mtp_layers: int = 0  # after the others, for drafting (models/mtp.py)
     dtype: str | None = None  # of the checkpoint: "bfloat16"
     bos_id: int | None = None
@@ -121,6 +133,10 @@ class HParams:
     @property
     def norm_eps(self) -> float:
         return self.norm.eps
+
+    def is_mamba(self, layer: int) -> bool:
+        """Whether a layer has a Mamba-2 mixer in place of attention."""
+        return self.mamba is not None and self.mamba.layers[layer]
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer; None: it does not rotate."""

@@ -26,6 +26,7 @@ from windlass.kernels.select import Need
 from windlass.kernels.storages import Held, held
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
+from windlass.layers.mamba import rank_mamba_heads
 from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams
 from windlass.models.stages import Stage
@@ -35,6 +36,8 @@ from windlass.quant.packed_method import PackedMethod
 from windlass.quant.shard import Shard
 
 _DECODER = "windlass.models.decoder:Decoder"
+_BLOCK_SIZE = 16
+_KV_BYTES = 2  # of a number in the KV cache, whatever its format: blocks of all formats are as long
 _TRANSFORMERS = "windlass.models.transformers_fallback:TransformersNetwork"
 
 
@@ -151,7 +154,8 @@ def kernel_need(
     mesh: Mesh | None = None,
 ) -> Need:
     """What this rank's part of the network requires of its kernels."""
-    heads = rank_heads(hparams, mesh or Mesh())
+    mesh = mesh or Mesh()
+    heads = rank_heads(hparams, mesh)
     latent = None if hparams.mla is None else replace(hparams.mla.heads, num_q=heads.num_q)
     return Need(
         device=device,
@@ -159,6 +163,7 @@ def kernel_need(
         heads=heads,
         soft_cap=hparams.attention_soft_cap,
         latent=latent,
+        mamba=None if hparams.mamba is None else rank_mamba_heads(hparams.mamba.heads, mesh.tp),
         sinks=hparams.attention_sinks,
         kv_dtype=kv_dtype,
         plain=plain,
@@ -184,6 +189,18 @@ def rank_heads(hparams: HParams, mesh: Mesh) -> Heads:
     q = Shard.even(hparams.num_heads, mesh.tp)
     kv = Shard.replicated(hparams.num_kv_heads, mesh.tp, unit=1)
     return Heads(q.count, kv.count, hparams.head_dim)
+
+
+def block_size_of(requested: int | None, hparams: HParams) -> int:
+    """Tokens per KV block: as requested, or 16, or enough that states fill the blocks of attention.
+
+    A block has the bytes of a layer's state at least, so attention layers would waste smaller blocks.
+    """
+    if requested is not None or hparams.mamba is None:
+        return requested or _BLOCK_SIZE
+    token_bytes = 2 * hparams.num_kv_heads * hparams.head_dim * _KV_BYTES
+    wanted = 4 * hparams.mamba.heads.num_values // token_bytes
+    return max(_BLOCK_SIZE, 1 << (wanted - 1).bit_length())
 
 
 def _network_class(hparams: HParams) -> Any:

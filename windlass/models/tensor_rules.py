@@ -49,6 +49,7 @@ class Rule:
     index: int | None = None  # of the first axis, for stacked tensors
     transposed: bool = False
     add: float = 0.0  # to every value
+    log: bool = False  # the file has log(-x) of every value x
     stack: int | None = None  # the tensor becomes this index of the first axis of `name`
 
     @property
@@ -62,7 +63,7 @@ class Rule:
 
     @property
     def _changes(self) -> bool:
-        return self.index is not None or self.transposed or self.add != 0.0
+        return self.index is not None or self.transposed or self.add != 0.0 or self.log
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,8 @@ class MappedCheckpoint:
             tensor = grouped[:, rows.start : rows.stop].flatten(0, 1)
         if rule.add:
             tensor = tensor.float() + rule.add
+        if rule.log:
+            tensor = -tensor.float().exp()
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"tensor {name} gives a part of shape {list(tensor.shape)}, the network needs "

@@ -89,7 +89,7 @@ def _attend(
         torch.cat(parts, dim=1).flatten(1).to(network.parts.dtype),
         heads,
         RopeOptions(network.no_rotation.cos_sin),  # transformers has rotated q and k
-        call.batch.kv[index],
+        call.batch.kv_of(index),
         call.batch,
         options,
     )

@@ -62,9 +62,9 @@ def make_runner(
     `beside`: bytes per token to leave free for a proposer's own KV. `one_table`: rows have blocks for
     one group, as those of proposers, so a layout of several groups keeps all blocks.
     """
-    parts, size = loaded.parts, config.cache.block_size
+    parts = loaded.parts
     kv_format = kv_format_of(config, hparams, parts)
-    layout = kv_format.layout
+    layout, size = kv_format.layout, kv_format.layout.block_size
     # A proposer's KV lies in the target's blocks, and it may look behind the target's windows.
     one_table = one_table or config.speculation.spec != "none"
     if beside or (one_table and len(layout.groups) > 1):
@@ -153,7 +153,7 @@ class _Maker:
     def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache."""
         parts = self._loaded.parts
-        size, seqs = self._config.cache.block_size, self._limits.max_num_seqs
+        size, seqs = self._kv_format.layout.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
         # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
         kv_format = self._kv_format

@@ -103,6 +103,11 @@ def choose_kv_format(
     if requested == "auto":
         reason = "half the bytes of float32" if halved else "dtype of the computation"
         return KVFormat(own, usual, Choice("KV format", name, reason))
+    if usual.has_state:
+        raise ConfigError(
+            f"--kv-cache-dtype {requested}: a model with recurrent states keeps the KV of its attention "
+            "layers unquantised, since its states need most of the memory. Use --kv-cache-dtype auto."
+        )
     kind = _KV_DTYPES[requested]
     is_fp8 = kind != torch.int8
     if is_fp8 and triton and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:

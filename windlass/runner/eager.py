@@ -15,7 +15,7 @@ from windlass.kernels.batch import (
     AdapterRows,
     AttentionWork,
     KVCache,
-    LayerKV,
+    LayerPages,
     LogitsIndices,
     Span,
     StepBatch,
@@ -113,7 +113,7 @@ def pack_step(inputs: StepInputs, slots: SlotTables) -> tuple[Tensor, Tensor, Te
 
 
 def step_batch(
-    inputs: StepInputs, slots: SlotTables, kv: list[LayerKV], metadata: Metadata
+    inputs: StepInputs, slots: SlotTables, kv: Sequence[LayerPages], metadata: Metadata
 ) -> tuple[Tensor, StepBatch]:
     """The token ids of a step and its batch metadata."""
     ids, positions, token_slots = pack_step(inputs, slots)

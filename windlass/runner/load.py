@@ -23,7 +23,7 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
-from windlass.models.network import Network, Parts, kernel_need, make_network
+from windlass.models.network import Network, Parts, block_size_of, kernel_need, make_network
 from windlass.models.share import share_weights
 from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
@@ -139,7 +139,7 @@ def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> found.
     return found.choose_kv_format(
         kv_cache_dtype,
         hparams,
-        config.cache.block_size,
+        block_size_of(config.cache.block_size, hparams),
         parts.dtype,
         parts.device,
         triton,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.core.kv_layout import KVLayout
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepOptions, StepPlan
 from windlass.errors import EngineError
@@ -48,9 +49,10 @@ class ScoringLimits:
     step_tokens: int
     rows: int
 
-    def num_blocks(self, block_size: int) -> int:
+    def num_blocks(self, layout: KVLayout) -> int:
         """KV blocks for any group of windows: one step, or one longer window."""
-        return -(-max(self.longest, self.step_tokens) // block_size) + self.rows
+        each = -(-max(self.longest, self.step_tokens) // layout.block_size) + self.rows
+        return each * len(layout.groups)
 
 
 class Scorer:
@@ -64,14 +66,14 @@ class Scorer:
         runner: Runner,
         network: Network,
         limits: ScoringLimits,
-        block_size: int,
+        layout: KVLayout,
         vocab_size: int,
     ) -> None:
         self.network = network
         self.limits = limits
         self.vocab_size = vocab_size
         self._runner = runner
-        self._block_size = block_size
+        self._layout = layout
 
     def logits(
         self, windows: Iterable[Window], vocab_size: int | None = None
@@ -135,7 +137,8 @@ class Scorer:
             slot, name = SlotId(i), str(i)
             blocks: tuple[BlockId, ...] = ()
             if start == 0:
-                count = -(-len(window.tokens) // self._block_size)
+                count = -(-len(window.tokens) // self._layout.block_size)
+                count *= len(self._layout.groups)
                 blocks = tuple(BlockId(next_block + j) for j in range(count))
                 next_block += count
                 params = SamplingParams(temperature=0.0)

@@ -78,6 +78,11 @@ def open_draft(config: EngineConfig, hparams: HParams) -> DraftModel:
             f"positions, but the target is used with {max_model_len}. Add --max-model-len "
             f"{found.max_positions}, or use another draft model."
         )
+    if found.mamba is not None:
+        raise ConfigError(
+            f"--spec-model {options.spec_model}: {found.architecture} has recurrent states, which cannot "
+            "be rolled back when draft tokens are rejected. Use another draft model."
+        )
     return DraftModel(replace(config, model=own, speculation=SpecConfig()), files, found)
 
 
@@ -144,7 +149,7 @@ class DraftModelLoader:
 
 
 def open_loader(context: SpeculationContext) -> DraftModelLoader:
-    from windlass.models.network import kv_layout
+    from windlass.models.network import block_size_of, kv_layout
     from windlass.runner.device import kv_dtype
     from windlass.runner.load import load_network
 
@@ -158,7 +163,8 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
         message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {message}") from error
     kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype
-    layout = kv_layout(draft.hparams, context.config.cache.block_size, kind).without_windows()
+    size = block_size_of(context.config.cache.block_size, context.hparams)
+    layout = kv_layout(draft.hparams, size, kind).without_windows()
     return DraftModelLoader(
         context=context, draft=draft, loaded=loaded, token_bytes=layout.token_bytes
     )

@@ -72,7 +72,7 @@ def open_draft_runner(
     return DraftRunner(
         runner=runner,
         blocks_of=made.runner.blocks_of,
-        block_size=config.cache.block_size,
+        block_size=made.capacity.block_size,
         max_step_tokens=limits.max_num_batched_tokens,
         max_positions=parts.max_positions,
         vocab_size=hparams.vocab_size,

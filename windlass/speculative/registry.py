@@ -50,6 +50,11 @@ def resolve_method(
     if config.speculation.spec_alternatives:
         _check_alternatives(config, device)
     config = resolve_auto(config, partial(_has_mtp, config, files, hparams))
+    if config.speculation.spec != "none" and hparams.mamba is not None:
+        raise ConfigError(
+            f"--spec {config.speculation.spec}: {hparams.architecture} has recurrent states, which cannot "
+            "be rolled back when draft tokens are rejected. Use --spec none."
+        )
     path = _CHECKS.get(config.speculation.spec)
     if path is not None:
         _import(path)(config, files, hparams)

@@ -286,9 +286,9 @@ struct Pages {
     WindlassCommand c{};
     c.op = op;
     c.rows = requests.tokens;
-    const int sizes[8] = {kHeads, kKvHeads, dim, kPage, keys.type, 0,
+    const int sizes[9] = {kHeads, kKvHeads, dim, kPage, keys.type, 0, kKvHeads * kPage,
                           rope ? variant.rotary_dim : variant.window, rope ? variant.flags() : 0};
-    std::copy(sizes, sizes + 8, c.sizes);
+    std::copy(sizes, sizes + 9, c.sizes);
     c.scalars[0] = rope ? static_cast<float>(kEps) : 0.125f;
     c.scalars[1] = rope ? 0.0f : variant.soft_cap;
     c.step_tensors[0] = rope ? qkv.data() : q.data();
@@ -392,8 +392,9 @@ inline void check_latent(WindlassPool* pool) {
   WindlassCommand c{};
   c.op = windlass::kLatent;
   c.rows = requests.tokens;
-  const int sizes[11] = {heads, 1, dim, kPage, windlass::kTypeF32, 0, rope, nope, width, width, 1};
-  std::copy(sizes, sizes + 11, c.sizes);
+  const int sizes[12] = {heads, 1,    dim,  kPage, windlass::kTypeF32, 0,
+                         kPage, rope, nope, width, width,              1};
+  std::copy(sizes, sizes + 12, c.sizes);
   c.scalars[0] = static_cast<float>(kEps);
   c.step_tensors[0] = c.step_tensors[1] = x.data();
   c.step_tensors[2] = out.data();

@@ -13,7 +13,7 @@ from enum import IntEnum, IntFlag
 import torch
 from torch import Tensor
 
-_STEP_TENSORS, _MODEL_TENSORS, _SIZES, _SCALARS = 5, 7, 11, 2
+_STEP_TENSORS, _MODEL_TENSORS, _SIZES, _SCALARS = 5, 7, 12, 2
 
 TOKENS, SAMPLED = -1, -2  # row counts that come from the step
 

@@ -370,8 +370,11 @@ def prompt_spans(pool: Pool, batch: StepBatch) -> Iterator[None]:
 
 def _heads(heads: Heads, kv: LayerKV, batch: StepBatch) -> tuple[int, ...]:
     tables = kv.group * batch.tables[0].numel()
-    return heads.num_q, heads.num_kv, heads.dim, kv.block_size, TYPE_OF[kv.keys.dtype], tables
+    shape = (heads.num_q, heads.num_kv, heads.dim, kv.block_size)
+    return *shape, TYPE_OF[kv.keys.dtype], tables, kv.keys.stride(0) // heads.dim
 
 
-def _pages(kv: LayerKV) -> tuple[Tensor | None, ...]:
-    return kv.keys, kv.values, kv.key_scales, kv.value_scales
+def _pages(kv: LayerKV) -> tuple[Tensor | int | None, ...]:
+    """The addresses of the pages, which need not be adjacent, and their scales."""
+    assert kv.keys[0].is_contiguous()
+    return kv.keys.data_ptr(), kv.values.data_ptr(), kv.key_scales, kv.value_scales

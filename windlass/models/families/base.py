@@ -176,9 +176,13 @@ def fused_qkv(
     return split(module, parts, **options)
 
 
-def fused_gate_up(hparams: HParams, module: str = "model.layers.*.mlp.gate_up_proj") -> list[Rule]:
+def fused_gate_up(
+    hparams: HParams,
+    module: str = "model.layers.*.mlp.gate_up_proj",
+    mlp: str = "model.layers.*.mlp",
+) -> list[Rule]:
     """Rules for a projection that stores gate and up together."""
-    inner, mlp = hparams.intermediate_size, "model.layers.*.mlp"
+    inner = hparams.intermediate_size
     return split(module, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner})
 
 

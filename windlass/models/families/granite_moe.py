@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from windlass.models.families.base import Family, GGUFFamily, read_decoder
+from windlass.models.families.base import Family, GGUFFamily
+from windlass.models.families.granite import gguf_multipliers, read_granite
 from windlass.models.families.moe import (
     EXPERT_NAMES,
     gguf_expert_rules,
@@ -19,26 +20,16 @@ from windlass.models.tensor_rules import Rule
 
 
 def _granite_moe(fields: Fields, architecture: str) -> HParams:
-    bias = fields.flag("attention_bias", False)
     moe = MoEHParams(
         routing=read_routing(fields, normalised=True),
         intermediate_size=fields.positive_int("intermediate_size"),
         layers=(True,) * fields.positive_int("num_hidden_layers"),
     )
-    return read_decoder(
-        fields,
-        architecture,
-        qkv_bias=bias,
-        o_bias=bias,
-        moe=moe,
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        attention_scale=fields.number("attention_multiplier", 1.0),
-        residual_scale=fields.number("residual_multiplier", 1.0),
-        logit_scale=1.0 / fields.number("logits_scaling", 1.0),
-    )
+    return read_granite(fields, architecture, moe=moe)
 
 
-def _rules(hparams: HParams) -> Sequence[Rule]:
+def granite_expert_rules(hparams: HParams) -> Sequence[Rule]:
+    """Rules for the stacked experts of safetensors, as transformers 4 and 5 name them."""
     assert hparams.moe is not None
     count, inner = hparams.moe.routing.num_experts, hparams.moe.intermediate_size
     layer, name = r"(.*)\.block_sparse_moe", r"\1.mlp.experts.{expert}"
@@ -54,21 +45,14 @@ def _rules(hparams: HParams) -> Sequence[Rule]:
 
 def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     del header
-    names = {
-        "embedding_scale": "embedding_multiplier",
-        "attention.scale": "attention_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-        "expert_count": "num_local_experts",
-        "expert_used_count": "num_experts_per_tok",
-    }
-    return keys.renamed(names)
+    names = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+    return {**gguf_multipliers(keys), **keys.renamed(names)}
 
 
 GRANITE_MOE = Family(
     model_type="granitemoe",
     read=_granite_moe,
-    rules=_rules,
+    rules=granite_expert_rules,
     gguf=GGUFFamily(
         names=EXPERT_NAMES, config=_gguf_config, rules=gguf_expert_rules, permuted=True
     ),

@@ -15,6 +15,7 @@ from typing import Any
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.engine import Engine
+from windlass.models.network import block_size_of
 from windlass.runner.load import Loaded
 from windlass.tools.common.compare import QualityComparison, weight_kernels
 from windlass.tools.common.device import memory_bytes, release_memory, reset_peak_memory
@@ -108,7 +109,8 @@ class Bench:
         config = EngineConfig.of(**options)
         max_rows = config.limits(self._weights.device.type).max_num_seqs
         num_tokens = min(load.num_tokens, max_rows * load.max_request_len)
-        blocks = -(-num_tokens // config.cache.block_size) + len(load.requests) + _SPARE_BLOCKS
+        size = block_size_of(config.cache.block_size, self._weights.source.hparams)
+        blocks = -(-num_tokens // size) + len(load.requests) + _SPARE_BLOCKS
         return EngineConfig.of(**options, num_blocks=blocks)
 
     def _sized(self, options: Mapping[str, Any], weights: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from windlass.errors import ConfigError
 from windlass.kernels.ops import choose_ops
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.hparams import HParams
-from windlass.models.network import kernel_need
+from windlass.models.network import block_size_of, kernel_need
 from windlass.models.source import resolve
 from windlass.runner.device import (
     choose_device,
@@ -198,7 +198,7 @@ def select_quantization(
         target=target,
         machine=machine,
         records=measured,
-        block_size=config.cache.block_size,
+        block_size=block_size_of(config.cache.block_size, hparams),
     )
     candidates, refused = evaluator.candidates()
     best = _best(candidates, min_quality)

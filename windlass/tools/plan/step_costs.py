@@ -17,10 +17,10 @@ import torch
 from windlass.build import OpenModel
 from windlass.config import AUTO, CacheConfig, EngineConfig, Limits, SchedulerConfig, SpecConfig
 from windlass.core.card import Capacity
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
-from windlass.models.network import kv_layout
+from windlass.models.network import block_size_of, kv_layout
 from windlass.runner.assemble import make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
 from windlass.runner.load import load_network
@@ -61,7 +61,8 @@ class MeasuredSteps:
 
     def capacity(self, config: EngineConfig, opened: OpenModel, limits: Limits) -> Capacity:
         """Return the KV cache that an engine with this config would allocate here."""
-        size, device = config.cache.block_size, torch.device(self.device)
+        size = block_size_of(config.cache.block_size, opened.hparams)
+        device = torch.device(self.device)
         layout = kv_layout(opened.hparams, size, getattr(torch, self.kv_dtype))
         is_sized = config.cache.num_blocks or config.cache.kv_cache_memory_bytes
         if not is_sized and device.type == "cuda" and not torch.cuda.is_available():
@@ -199,13 +200,18 @@ def _measure(
     log(f"measuring the step costs of {opened.files.name}")
     started = time.perf_counter()
     hparams = opened.hparams
+    if hparams.mamba is not None:
+        raise UnsupportedError(
+            f"{opened.files.name}: steps of {hparams.architecture} cannot be measured: it has recurrent "
+            "states, whose costs the model of steps does not know."
+        )
     if weights is None:
         weights = load_network(config, hparams, open_checkpoint(opened.files, config.model))
     limits = CalibrationLimits.with_blocks(
         rows=rows,
         tokens=tokens,
         positions=hparams.max_positions,
-        block_size=config.cache.block_size,
+        block_size=block_size_of(config.cache.block_size, hparams),
     )
     sized = replace(
         config,

@@ -20,6 +20,7 @@ from windlass.engine import Engine
 from windlass.errors import ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.fingerprint import fingerprint
+from windlass.models.network import block_size_of
 from windlass.runner.device import choose_device
 from windlass.runner.load import Loaded
 from windlass.runner.scoring import ScoringLimits
@@ -243,7 +244,8 @@ class _TargetSession:
                 seqs = (
                     _SEQS_ON_CUDA if self._device == "cuda" else config.limits("cpu").max_num_seqs
                 )
-            blocks = seqs * -(-self._job.options.context // config.cache.block_size)
+            size = block_size_of(config.cache.block_size, self.opened.hparams)
+            blocks = seqs * -(-self._job.options.context // size)
             config = replace(
                 config,
                 scheduler=replace(config.scheduler, max_num_seqs=seqs),

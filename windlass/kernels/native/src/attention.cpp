@@ -264,7 +264,7 @@ bool make_plan(const Job& job, Plan& plan) {
 bool run_attention(const Run& run) {
   const Job job{run,
                 kv_pages(run, 0),
-                run.size(6),
+                run.size(7),
                 run.command.scalars[0],
                 run.command.scalars[1],
                 run.model_tensor<float>(4)};

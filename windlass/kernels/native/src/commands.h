@@ -30,8 +30,8 @@
 //   sparse_mixer    x, out                                                 width; jitter, limit
 //
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
-// positions per page, type of the pages, offset of the layer's block tables. lora adds the adapters' output to y, with the matrices of
-// kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
+// positions per page, type of the pages, offset of the layer's block tables, vectors from one page to the
+// next. lora adds the adapters' output to y, with the matrices of kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
 // slots, outputs of each part. Its scales: null if down and up are float32, else those of int8 codes.
 // latent reads the last columns of x, writes latents to the pages, and rotates the queries; per_head
 // writes their other features. The layout of its weight: 0 if a row belongs to an input, 1 to an output.
@@ -106,7 +106,7 @@ constexpr int32_t kNormPerHead = 4;  // every head has its own norm weight
 struct WindlassCommand {
   int32_t op;
   int32_t rows;
-  int32_t sizes[11];
+  int32_t sizes[12];
   float scalars[2];
   void* step_tensors[5];
   const void* model_tensors[7];

@@ -15,6 +15,7 @@ struct Pages {
   float* key_scales;  // int8 pages: one per position and head
   float* value_scales;
   size_t table;  // offset of the layer's block tables in those of the step
+  size_t stride;  // from a page to the next, in vectors of `dim` numbers
 
   int group() const { return num_q / num_kv; }
 
@@ -22,9 +23,8 @@ struct Pages {
   size_t head_index(const WindlassStep& step, int slot, int position, int head) const {
     const size_t line = table + static_cast<size_t>(slot) * static_cast<size_t>(step.table_stride);
     const int block = step.tables[line + static_cast<size_t>(position / page_size)];
-    return (static_cast<size_t>(block) * static_cast<size_t>(num_kv) + static_cast<size_t>(head)) *
-               static_cast<size_t>(page_size) +
-           static_cast<size_t>(position % page_size);
+    return static_cast<size_t>(block) * stride +
+           static_cast<size_t>(head * page_size + position % page_size);
   }
 };
 
@@ -39,7 +39,8 @@ inline Pages kv_pages(const Run& run, int first_tensor) {
           at(1),
           static_cast<float*>(at(2)),
           static_cast<float*>(at(3)),
-          static_cast<size_t>(run.size(5))};
+          static_cast<size_t>(run.size(5)),
+          static_cast<size_t>(run.size(6))};
 }
 
 }  // namespace windlass

@@ -113,7 +113,7 @@ struct HeadNorm {
 
 bool run_rope(const Run& run) {
   const Pages kv = kv_pages(run, 3);
-  const int rotary_dim = run.size(6), flags = run.size(7), dim = kv.dim;
+  const int rotary_dim = run.size(7), flags = run.size(8), dim = kv.dim;
   const int heads = kv.num_q + 2 * kv.num_kv;
   const float eps = run.command.scalars[0];
   const HeadNorm q_norm{run.model_tensor<float>(1), flags, eps};
@@ -143,9 +143,9 @@ bool run_rope(const Run& run) {
 
 bool run_latent(const Run& run) {
   const Pages kv = kv_pages(run, 2);
-  const int rope_dim = run.size(6), nope_dim = run.size(7), rank = kv.dim - rope_dim;
-  const int width = run.size(8), q_width = run.size(9), half = rope_dim / 2;
-  const bool interleaved = run.size(10) != 0;
+  const int rope_dim = run.size(7), nope_dim = run.size(8), rank = kv.dim - rope_dim;
+  const int width = run.size(9), q_width = run.size(10), half = rope_dim / 2;
+  const bool interleaved = run.size(11) != 0;
   run.each_row(4 * (kv.dim + kv.num_q * rope_dim), [&](int token) {
     const int position = run.step.positions[token], slot = run.step.slots[token];
     const float* cos_sin = row_of(run.model_tensor<float>(0), position, rope_dim);
