@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from windlass.errors import ConfigError
 from windlass.lora_config import LoraConfig as LoraConfig
+from windlass.parallel_config import CombineRule as CombineRule
 from windlass.parallel_config import ParallelConfig as ParallelConfig
 from windlass.settings import DType as DType
 from windlass.settings import Quantization as Quantization

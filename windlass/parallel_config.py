@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from windlass.errors import ConfigError
 from windlass.settings import at_least, option
+
+CombineRule = Literal["auto", "all-reduce", "all-to-all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,14 @@ class ParallelConfig:
     )
     data_parallel_size: int = option(1, "Number of replicas of the engine.", "-dp")
     enable_expert_parallel: bool = option(
-        False, "Split mixture-of-experts layers by expert instead of splitting every expert."
+        False,
+        "Divide the experts of mixture-of-experts layers among the devices of "
+        "--tensor-parallel-size, instead of splitting every expert.",
+    )
+    expert_combine: CombineRule = option(
+        "auto",
+        "How devices with different experts sum their results: all-reduce, all-to-all, or auto: "
+        "all-to-all for many tokens.",
     )
     nnodes: int = option(1, "Number of machines that share the model.")
     node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")
@@ -41,6 +51,13 @@ class ParallelConfig:
                 f"--nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of the model. "
                 "Choose a --tensor-parallel-size that is a multiple of it."
             )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-expert-parallel divides experts among the devices of "
+                "--tensor-parallel-size, which is 1. Set it to at least 2."
+            )
+        if self.expert_combine != "auto" and not self.enable_expert_parallel:
+            raise ConfigError("--expert-combine does nothing without --enable-expert-parallel.")
         self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:
@@ -48,8 +65,6 @@ class ParallelConfig:
             raise ConfigError("--pipeline-parallel-size above 1 is not supported yet.")
         if self.data_parallel_size > 1:
             raise ConfigError("--data-parallel-size above 1 is not supported yet.")
-        if self.enable_expert_parallel:
-            raise ConfigError("--enable-expert-parallel is not supported yet.")
 
     @property
     def num_ranks(self) -> int:

@@ -24,6 +24,7 @@ from windlass.models.loader import load
 from windlass.models.network import Parts, kernel_need, kv_layout, make_network
 from windlass.models.source import resolve
 from windlass.models.stages import Stage
+from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.slots import SlotTables
 
@@ -73,9 +74,12 @@ def our_logits(
     return logits_of(spec, checkpoint, ids, chunks=chunks, plain=plain)
 
 
-def make_parts(spec: HParams, plain: bool = False) -> Parts:
-    ops = choose_ops(kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain))
-    return Parts(torch.float32, CPU, 128, ops, lambda _, __: Unquantised(torch.float32))
+def make_parts(spec: HParams, plain: bool = False, mesh: Mesh | None = None) -> Parts:
+    need = kernel_need(spec, device=CPU, dtype=torch.float32, plain=plain, mesh=mesh)
+    method = Unquantised(torch.float32)
+    return Parts(
+        torch.float32, CPU, 128, choose_ops(need), lambda _, __: method, mesh=mesh or Mesh()
+    )
 
 
 def logits_of(
@@ -86,13 +90,15 @@ def logits_of(
     chunks: list[int],
     plain: bool = False,
     stages: Sequence[Stage] = (),
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """Logits of all positions, computed in chunks, with shuffled KV blocks."""
-    layout = kv_layout(spec, 4, torch.float32)
+    parts = parts or make_parts(spec, plain)
+    layout = kv_layout(spec, 4, torch.float32, parts.mesh)
     num_groups = len(layout.groups)
     networks, caches = [], []
     for stage in stages or [Stage(0, spec.num_layers, spec.num_layers)]:
-        network = make_network(spec, replace(make_parts(spec, plain), stage=stage))
+        network = make_network(spec, replace(parts, stage=stage))
         load(network, checkpoint, CPU)
         network.check()
         networks.append(network)

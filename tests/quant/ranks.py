@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ class FakeGroup:
         assert x.shape[-1] == widths[self.rank]
         return x
 
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        raise AssertionError(f"a test cannot join {sent} and {received} rows of {x.shape}")
+
 
 @dataclass
 class ThreadGroup:
@@ -41,7 +45,7 @@ class ThreadGroup:
 
     rank: int
     barrier: threading.Barrier
-    slots: list[Tensor | None]
+    slots: list[Any]
 
     @property
     def size(self) -> int:
@@ -54,7 +58,14 @@ class ThreadGroup:
         assert x.shape[-1] == widths[self.rank]
         return torch.cat(self._exchange(x), dim=-1)
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        assert sum(sent) == len(x)
+        parts = self._exchange(x.split(list(sent)))
+        found = [part[self.rank] for part in parts]
+        assert [len(rows) for rows in found] == list(received)
+        return torch.cat(found)
+
+    def _exchange(self, x: Any) -> list[Any]:
         self.slots[self.rank] = x
         self.barrier.wait(timeout=60)
         found = [slot for slot in self.slots if slot is not None]

@@ -17,6 +17,7 @@ from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
 from windlass.kernels.packed import Packed
 from windlass.kernels.storages import Held
+from windlass.layers.expert_combine import ExpertCombine, ExpertSpread
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.stored import StoredWeight
@@ -152,9 +153,10 @@ class Experts(nn.Module):
         total = sum(sum(stack.parts.values()) * stack.num_in for stack in stacks)
         return total * self.routing.top_k // self.routing.num_experts
 
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+    def forward(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """This rank's part of the result; see ExpertMLP.apply."""
         assert self.down.prepared is not None
-        return self.down.prepared.mlp.apply(x, logits)
+        return self.down.prepared.mlp.apply(x, logits, chosen)
 
 
 class MoE(nn.Module):
@@ -170,13 +172,13 @@ class MoE(nn.Module):
         kernels: ExpertKernels,
         ops: Ops,
         mesh: Mesh,
-        placement: ExpertPlacement,
+        spread: ExpertSpread,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.ops = ops
         self._jitter = shape.jitter
-        self.group = group = mesh.tp
+        group = mesh.tp
         self.gate = Linear(
             outputs={"gate": Shard(shape.routing.num_experts)},
             inputs=Shard(shape.hidden_size),
@@ -189,8 +191,11 @@ class MoE(nn.Module):
             lambda parts: method_for([f"experts.{part}" for part in parts]),
             kernels=kernels,
             mesh=mesh,
-            placement=placement,
+            placement=spread.placement,
             dtype=dtype,
+        )
+        self.combine = ExpertCombine(
+            mesh, spread, shape.routing, row_bytes=shape.hidden_size * dtype.itemsize
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
@@ -221,7 +226,7 @@ class MoE(nn.Module):
         logits = self.gate(x, adapters)
         if self._jitter is not None:
             logits = self.ops.sparse_mixer(logits, self._jitter)
-        y = self.group.all_reduce(self.experts(x, logits))
+        y = self.combine(self.experts, x, logits)
         if self.shared_expert is None:
             return y
         shared = self.shared_expert.output(x, adapters)

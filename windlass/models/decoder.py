@@ -28,6 +28,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
+from windlass.layers.expert_combine import ExpertSpread
 from windlass.layers.head import Head
 from windlass.layers.linear import Linear
 from windlass.layers.mamba import Mamba, MambaShape, rank_mamba_heads
@@ -333,8 +334,12 @@ def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | Mo
             kernels=parts.experts or ExpertKernels(parts.device, parts.dtype, plain=True),
             ops=parts.ops,
             mesh=parts.mesh,
-            placement=parts.placements.get(index)
-            or ExpertPlacement.contiguous(moe.routing.num_experts, parts.mesh.ep.size),
+            spread=ExpertSpread(
+                parts.placements.get(index)
+                or ExpertPlacement.contiguous(moe.routing.num_experts, parts.mesh.ep.size),
+                parts.device,
+                parts.expert_combine,
+            ),
             dtype=parts.dtype,
         )
     kind = GatedMLP if hparams.gated_mlp else PlainMLP

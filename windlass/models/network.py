@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.config import CombineRule
 from windlass.core.card import Choice
 from windlass.core.kv_layout import KVLayout
 from windlass.core.moe import ExpertPlacement
@@ -59,6 +60,7 @@ class Parts:
     experts: ExpertKernels | None = None  # None: the reference
     stage: Stage | None = None  # the layers that this rank computes; None: all
     placements: Mapping[int, ExpertPlacement] = field(default_factory=dict)  # of some layers
+    expert_combine: CombineRule = "auto"
 
 
 class Weights(nn.Module):

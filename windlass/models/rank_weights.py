@@ -83,6 +83,9 @@ class CountedRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError(f"a counted network does not run: {x.shape}")
 
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        raise AssertionError(f"a counted network does not run: {x.shape}, {sent}, {received}")
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         del widths
         raise AssertionError(f"a counted network does not run: {x.shape}")

@@ -45,6 +45,15 @@ class GlooGroup:
         parts = [part[..., :width] for part, width in zip(found, widths, strict=True)]
         return torch.cat(parts, dim=-1).to(x.device)
 
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        own = x.detach().cpu().contiguous()
+        found = own.new_empty((sum(received), *own.shape[1:]))
+        options = c10d.AllToAllOptions()
+        flat = [part.view(torch.uint8) for part in (found, own)]
+        exchange = self._backend.alltoall_base  # type: ignore[attr-defined]
+        exchange(*flat, list(received), list(sent), options).wait()
+        return found.to(x.device)
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have the same shape, in host memory."""
         own = x.detach().cpu().contiguous()
@@ -73,9 +82,11 @@ def connect(place: Place) -> Mesh:
         return GlooGroup(backend)
 
     stage, column = divmod(rank, tp)
+    sharing = group(f"tp-{stage}", range(stage * tp, (stage + 1) * tp))
     return Mesh(
-        tp=group(f"tp-{stage}", range(stage * tp, (stage + 1) * tp)),
+        tp=sharing,
         pp=group(f"pp-{column}", range(column, size, tp)),
+        ep=sharing if place.parallel.enable_expert_parallel else SingleRank(),
         world=group("world", range(size)),
     )
 

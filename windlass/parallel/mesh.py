@@ -29,6 +29,13 @@ class Group(Protocol):
         """All ranks' tensors, concatenated along the last dimension, of which each has its width."""
         ...
 
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows that all ranks send to this one, in the order of the ranks.
+
+        x has the rows for rank 0, then those for rank 1, ...: `sent` for each; `received` from each.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -42,6 +49,10 @@ class SingleRank:
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         del widths
+        return x
+
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        del sent, received
         return x
 
 

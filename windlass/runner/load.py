@@ -16,6 +16,7 @@ from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.ops import Ops, choose_ops
+from windlass.layers.expert_combine import ExpertCombine
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
 from windlass.layers.stored import StoredWeight
@@ -76,6 +77,10 @@ def make_blueprint(
     `workers`: of the engine that a draft model belongs to. `gemm`: tuned for the same weights.
     """
     mesh = mesh or Mesh()
+    if config.parallel.enable_expert_parallel and hparams.moe is None:
+        raise ConfigError(
+            f"--enable-expert-parallel: {hparams.architecture} has no experts. Omit the flag."
+        )
     where = found.choose_device(config.model)
     device = where.device
     threads = found.choose_threads(config.model, config.parallel.ranks_per_node)
@@ -110,6 +115,7 @@ def make_blueprint(
         ops=ops,
         method_for=methods.method_for,
         mesh=mesh,
+        expert_combine=config.parallel.expert_combine,
         table_dtype=methods.table_dtype,
         table_method=methods.table_method,
         workers=workers,
@@ -176,6 +182,9 @@ def load_network(
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     experts = [each.prepared for each in stored if isinstance(each, ExpertStack) and each.prepared]
     choices = [*network.choices, *blueprint.choices, *memory(stored), *_expert_choices(experts)]
+    if blueprint.parts.mesh.ep.size > 1:
+        combines = [each for each in network.modules() if isinstance(each, ExpertCombine)]
+        choices += dict.fromkeys(each.choice for each in combines)
     if plain:
         choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
     return Loaded(
