@@ -53,12 +53,12 @@ def create_app(services: Services) -> FastAPI:
     return app
 
 
-async def _engine_error(_request: Request, error: Exception) -> Response:
+async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineError)
     problem = problem_of(error)
     if problem.status >= 500:
         _log.error("answered %d: %s", problem.status, problem.message)
-    return problem.response()
+    return problem.response(request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -68,12 +68,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.url.path} does not support {request.method}.",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return problem_of_status(error.status_code, message, **dict(error.headers or {})).response()
+    problem = problem_of_status(error.status_code, message, **dict(error.headers or {}))
+    return problem.response(request.url.path)
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client has disconnected
 
 
-async def _internal_error(_request: Request, error: Exception) -> Response:
-    return problem_of_status(500, f"an internal error: {type(error).__name__}.").response()
+async def _internal_error(request: Request, error: Exception) -> Response:
+    problem = problem_of_status(500, f"an internal error: {type(error).__name__}.")
+    return problem.response(request.url.path)

@@ -23,9 +23,10 @@ from windlass.text.parsing.output import (
     CallStart,
     ContentText,
     Event,
+    ParsedMessage,
     ReasoningText,
 )
-from windlass.text.parsing.parser import OutputParser, parse
+from windlass.text.parsing.parser import OutputParser
 
 Json = dict[str, Any]
 
@@ -55,6 +56,10 @@ class Formatter(Protocol):
         """Fields of the response besides its choices."""
         ...
 
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning in the output so far."""
+        ...
+
 
 class ChatFormatter:
     """Formats responses of /v1/chat/completions."""
@@ -64,7 +69,6 @@ class ChatFormatter:
 
     def __init__(self, body: ChatRequest, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self._body = body
-        self._parsing = prepared.parsing
         self._parsers = [OutputParser(prepared.parsing) for _ in prepared.requests]
         self._tokenizer = tokenizer
         self._hides_reasoning = body.include_reasoning is False
@@ -72,7 +76,8 @@ class ChatFormatter:
         self.is_plain = is_text and prepared.parsing.is_plain
 
     def whole(self, delta: Delta, completion: Completion) -> Json:  # noqa: ARG002
-        parsed = parse(delta.text, self._parsing)
+        parsed = ParsedMessage()
+        parsed.add(self._parsers[delta.index].feed(delta.text, last=True))
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.reasoning and not self._hides_reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -139,6 +144,9 @@ class ChatFormatter:
             fields["prompt_token_ids"] = completions[0].request.prompt
         return fields
 
+    def num_reasoning_tokens(self) -> int:
+        return sum(num_reasoning_tokens(parser, self._tokenizer) for parser in self._parsers)
+
     def _chunk(self, index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -192,6 +200,9 @@ class CompletionFormatter:
 
     def extra(self, completions: Sequence[Completion]) -> Json:  # noqa: ARG002
         return {}
+
+    def num_reasoning_tokens(self) -> int:
+        return 0
 
     def _choice(self, delta: Delta, completion: Completion) -> Json:
         echo = self._prompt_text(completion) if self._body.echo and delta.first else ""
@@ -267,6 +278,11 @@ def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[msgspe
         }
         logprobs.append(_encode(entries))
     return logprobs
+
+
+def num_reasoning_tokens(parser: OutputParser, tokenizer: Tokenizer) -> int:
+    """Tokens of an output's reasoning, counted by encoding its text."""
+    return len(tokenizer.encode(parser.reasoning, False)) if parser.reasoning else 0
 
 
 def _encode(value: Json) -> msgspec.Raw:

@@ -58,7 +58,7 @@ class HostGuard:
         if problem is None:
             await self._app(scope, receive, send)
         else:
-            await problem.response()(scope, receive, send)
+            await problem.response(scope["path"])(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Problem | None:
         hosts = headers.getlist("host")  # empty: HTTP/1.0, which no browser sends

@@ -24,6 +24,7 @@ _log = logging.getLogger("windlass.serve")
 
 # Exact paths: every other path needs a key, also one that does not exist.
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
+_KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 _MAX_FILE_BYTES = 64 * 2**10
 
 
@@ -46,10 +47,10 @@ class Keys:
         return cls(tuple(map(_digest, clients)), tuple(map(_digest, admins)))
 
     def admits(self, request: Request) -> bool:
-        return _matches(bearer_key(request), self.clients + self.admins)
+        return _matches(given_key(request), self.clients + self.admins)
 
     def is_admin(self, request: Request) -> bool:
-        return _matches(bearer_key(request), self.admins)
+        return _matches(given_key(request), self.admins)
 
     def check_admin(self, request: Request) -> None:
         """Raise AdminOnly unless the request has an admin key."""
@@ -99,12 +100,14 @@ def _read_keys(path: str, flag: str) -> list[str]:
     return keys
 
 
-def bearer_key(request: Request) -> bytes | None:
-    """The key in the Authorization header, valid or not."""
+def given_key(request: Request) -> bytes | None:
+    """The key in the Authorization header, or in that of other APIs, valid or not."""
     header = request.headers.get("authorization", "")
     scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer":
+        given = next((key for name in _KEY_HEADERS if (key := request.headers.get(name))), "")
     # Starlette decodes headers as Latin-1; keys are UTF-8.
-    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+    return given.strip().encode("latin-1") or None
 
 
 def cache_salt_of(request: Request, client_salt: str | None) -> str:
@@ -124,7 +127,7 @@ def key_name(request: Request) -> str:
 
 
 def _authenticated_key(request: Request) -> bytes:
-    key = bearer_key(request)
+    key = given_key(request)
     assert key is not None, f"{request.url.path} is not authenticated"
     return key
 
@@ -146,7 +149,7 @@ class KeyGuard:
             "a valid key is needed: Authorization: Bearer KEY.",
             **{"WWW-Authenticate": "Bearer"},
         )
-        await problem.response()(scope, receive, send)
+        await problem.response(scope["path"])(scope, receive, send)
 
     def _is_allowed(self, request: Request) -> bool:
         path = request.scope["path"].removeprefix(self._root_path)

@@ -33,6 +33,10 @@ class TraceNotFound(RequestError):
     """No request of this id is known, or another key sent it."""
 
 
+class ResponseNotFound(RequestError):
+    """No response of this id is stored, or another key sent its request."""
+
+
 class BodyTooLarge(RequestError):
     """The request's body is longer than --max-body-bytes."""
 
@@ -76,16 +80,33 @@ class Problem:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body()), self.status, self.headers, "application/json"
-        )
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            kind = "overloaded_error" if self.status == 503 else "api_error"
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def response(self, path: str) -> Response:
+        """The response to a request of `path`, in the format of its API."""
+        is_anthropic = path.endswith(_ANTHROPIC_PATHS)
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
+
+
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 # The first row whose class matches applies, so a subclass must precede its parent.
 _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (TraceNotFound, 404, "not_found_error", "request_not_found"),
+    (ResponseNotFound, 404, "invalid_request_error", "response_not_found"),
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),

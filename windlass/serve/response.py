@@ -6,9 +6,8 @@ When the client disconnects, in any phase, its completions are aborted at once.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,11 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from windlass.errors import EngineError
 from windlass.serve.cost import Cost
 from windlass.serve.desk import Ticket
-from windlass.serve.formatters import Formatter, Json, usage
+from windlass.serve.formatters import Json, usage
 from windlass.serve.inbox import Inbox
 from windlass.serve.prepare import Prepared
-from windlass.serve.problems import problem_of
-from windlass.serve.protocol import GenerationRequest, StreamOptions
+from windlass.serve.problems import Problem, problem_of
+from windlass.serve.protocol import GenerationRequest
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
 from windlass.serve.services import Services
 from windlass.serve.trace_store import Entry
@@ -33,12 +32,9 @@ T = TypeVar("T")
 
 _MAX_INLINE_LOGPROBS = 200  # tokens whose log probabilities are formatted on the event loop
 _YIELD_EVERY = 32  # deltas sent before the event loop may serve other clients
-_DONE = b"data: [DONE]\n\n"
 _DIRECT_SEND = "windlass.send"  # scope key: the server's own `send`
 _OUTPUT_BYTES = 256  # approximate size of one waiting token, in memory and as an event
 _LOGPROB_BYTES = 64
-_PLACEHOLDER = "\0"
-_PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)
 
 
 def with_direct_send(app: ASGIApp) -> ASGIApp:
@@ -76,6 +72,34 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+class ResponseFormat(Protocol):
+    """Formats the responses of one API."""
+
+    usage_in_events: bool  # whether each delta needs the usage so far
+
+    def whole(
+        self, deltas: Mapping[int, Delta], completions: Sequence[Completion], usage: Json
+    ) -> Json:
+        """The body of a response that is not streamed."""
+        ...
+
+    def start(self, num_prompt: int) -> bytes:
+        """The events before the first delta."""
+        ...
+
+    def delta(self, delta: Delta, completion: Completion, usage: Json | None) -> bytes:
+        """The events of a delta."""
+        ...
+
+    def end(self, usage: Json) -> bytes:
+        """The last events."""
+        ...
+
+    def error(self, problem: Problem) -> bytes:
+        """The event of an error in mid-stream."""
+        ...
+
+
 class CompletionResponse:
     """Owns the completions of one HTTP request until they end, fail, or the client disconnects."""
 
@@ -85,7 +109,7 @@ class CompletionResponse:
         prepared: Prepared,
         *,
         body: GenerationRequest,
-        formatter: Formatter,
+        response_format: ResponseFormat,
         ticket: Ticket,
         owner: str,
     ) -> None:
@@ -98,19 +122,11 @@ class CompletionResponse:
         self._price = services.costs.price if services.costs and body.include_cost else None
         self._recorder = services.recorder
         self._workers = services.workers
-        self._model = prepared.requests[0].adapter or card.name
         self._prepared = prepared
         self._body = body
-        self._formatter = formatter
+        self._format = response_format
         self._ticket = ticket
-        self._created = int(time.time())
-        options = body.stream_options or StreamOptions()
-        forced = config.enable_force_include_usage or self._price is not None
-        self._usage_at_end = options.include_usage or forced
-        self._usage_in_chunks = options.continuous_usage_stats
         self._max_buffer_bytes = config.max_stream_buffer_bytes
-        self._is_plain = formatter.is_plain and not self._usage_in_chunks
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # JSON around the text, per choice
         interval = config.stream_interval if body.stream else None
         self._completions = [
             Completion(index, request, card.tokenizer)
@@ -204,15 +220,8 @@ class CompletionResponse:
         return await self._workers.releasing_gil(self._encode_whole, whole, cost)
 
     def _encode_whole(self, whole: dict[int, Delta], cost: Cost | None) -> bytes:
-        choices = [self._formatter.whole(whole[each.index], each) for each in self._completions]
-        return msgspec.json.encode(
-            {
-                **self._envelope(self._formatter.whole_object),
-                "choices": choices,
-                "usage": usage(self._prepared, self._served, cost),
-                **self._formatter.extra(self._completions),
-            }
-        )
+        numbers = usage(self._prepared, self._served, cost)
+        return msgspec.json.encode(self._format.whole(whole, self._completions, numbers))
 
     # ---- as a stream -------------------------------------------------------------------------
 
@@ -230,48 +239,26 @@ class CompletionResponse:
     async def events(self, first: Delta | None, send: Send) -> None:
         """Send all events of the stream, beginning with those of `first`."""
         delta, num_sent = first, 0
+        head = self._format.start(sum(len(prompt.tokens) for prompt in self._prepared.prompts))
         while delta is not None:
-            await send(_body(self._chunks(delta)))
+            await send(_body(head + self._events_of(delta)))
+            head = b""
             num_sent += 1
             if num_sent % _YIELD_EVERY == 0:
                 await asyncio.sleep(0)  # with a thousand choices, `_next` may never wait
             delta = await self._next()
-        if self._usage_at_end:
-            numbers = usage(self._prepared, self._served, await self._cost())
-            await send(_body(self._event([], numbers)))
-        await self._record()  # before [DONE]: a client may disconnect right after it
-        await send(_body(_DONE))
+        numbers = usage(self._prepared, self._served, await self._cost())
+        await self._record()  # before the end: a client may disconnect right after it
+        await send(_body(self._format.end(numbers)))
 
-    def _chunks(self, delta: Delta) -> bytes:
-        """Encode the events of a delta. In mid-stream, events differ only in their text."""
-        if not self._is_plain or delta.first or delta.finish_reason or not delta.text:
-            return self._encode_chunks(delta)
-        frame = self._frames.get(delta.index)
-        if frame is None:
-            # The JSON around the text is encoded once. No client-chosen value follows the text.
-            encoded = self._encode_chunks(Delta(delta.index, _PLACEHOLDER))
-            head, _, tail = encoded.rpartition(_PLACEHOLDER_JSON)
-            frame = self._frames[delta.index] = head, tail
-        return frame[0] + msgspec.json.encode(delta.text) + frame[1]
+    def _events_of(self, delta: Delta) -> bytes:
+        numbers = None
+        if self._format.usage_in_events:
+            numbers = usage(self._prepared, self._served)
+        return self._format.delta(delta, self._completions[delta.index], numbers)
 
-    def _encode_chunks(self, delta: Delta) -> bytes:
-        choices = self._formatter.chunks(delta, self._completions[delta.index])
-        numbers = usage(self._prepared, self._served) if self._usage_in_chunks else None
-        return b"".join(self._event([choice], numbers) for choice in choices)
-
-    def _event(self, choices: list[Json], numbers: Json | None) -> bytes:
-        chunk = {**self._envelope(self._formatter.chunk_object), "choices": choices}
-        if self._usage_at_end or self._usage_in_chunks:
-            chunk["usage"] = numbers
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-
-    def _envelope(self, object_name: str) -> Json:
-        return {
-            "id": self._prepared.response_id,
-            "object": object_name,
-            "created": self._created,
-            "model": self._model,
-        }
+    def error_event(self, error: EngineError) -> bytes:
+        return self._format.error(problem_of(error))
 
 
 def _body(event: bytes, more: bool = True) -> dict[str, Any]:
@@ -324,8 +311,7 @@ class EventStream(StreamingResponse):
             await self._completion.events(self._first, direct_send)
         except EngineError as error:
             self._ticket.end_with(error)
-            body = msgspec.json.encode(problem_of(error).body())
-            await direct_send(_body(b"data: " + body + b"\n\n"))
+            await direct_send(_body(self._completion.error_event(error)))
         else:
             # uvicorn drops events for a closed connection without an error.
             self._ticket.end("aborted" if connection.is_closing else "success")

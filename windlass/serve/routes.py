@@ -5,113 +5,31 @@ protocol.py validates request bodies, prepare.py builds engine requests and form
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.errors import EngineError, RequestError
+from windlass.errors import RequestError
 from windlass.serve.admin import Admin
 from windlass.serve.bodies import read_as, reply, reply_off_loop
-from windlass.serve.cost import NO_KEY
-from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter
+from windlass.serve.generation import Generation
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
-from windlass.serve.keys import cache_salt_of, key_name
-from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
     TokenizeChatRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from windlass.serve.response import ClientDisconnected, CompletionResponse
 from windlass.serve.services import Services
 from windlass.serve.trace_routes import TraceRoutes
 
 Endpoint = Callable[..., Awaitable[Response]]
-
-
-class Completions:
-    """The two endpoints that generate text."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def chat(self, request: Request) -> Response:
-        return await self._respond(request, ChatRequest)
-
-    async def completion(self, request: Request) -> Response:
-        return await self._respond(request, CompletionRequest)
-
-    async def _respond(
-        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> Response:
-        """Every exit from here, and from the stream that it may return, ends the ticket."""
-        services = self._services
-        ticket = services.desk.open_ticket(request.url.path)
-        try:
-            services.desk.check_open()
-            body: ChatRequest | CompletionRequest = await read_as(request, kind.read, services)
-            services.admission.check_possible(body.num_completions)
-            if services.keys.clients:
-                # A key must not learn from timing what another key has sent.
-                salt = cache_salt_of(request, body.cache_salt)
-                body = body.model_copy(update={"cache_salt": salt})
-            prepared, formatter = await self._prepare(body)
-            headers = self._headers(prepared)
-            services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
-            services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
-            if body.include_cost and services.costs is None:
-                raise RequestError(
-                    "include_cost needs a server started with --price-per-hour.",
-                    "include_cost",
-                )
-            owner = key_name(request) if services.keys.clients else NO_KEY
-            completion = CompletionResponse(
-                services, prepared, body=body, formatter=formatter, ticket=ticket, owner=owner
-            )
-            send = completion.stream if body.stream else completion.send_whole
-            response = await send(request)
-        except EngineError as error:
-            ticket.end_with(error)
-            raise
-        except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
-            ticket.end("aborted")
-            raise
-        except BaseException:
-            ticket.end("error")
-            raise
-        response.headers.update(headers)
-        return response
-
-    def _headers(self, prepared: Prepared) -> dict[str, str]:
-        """Extra response headers; raises before anything is computed."""
-        if not self._services.config.enable_request_id_headers:
-            return {}
-        if not (prepared.response_id.isascii() and prepared.response_id.isprintable()):
-            raise RequestError(
-                f"request_id {prepared.response_id!r} cannot be sent back as X-Request-Id: a header "
-                "has printable ASCII only. Use letters, digits and -.",
-                "request_id",
-            )
-        return {"X-Request-Id": prepared.response_id}
-
-    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Prepared, Formatter]:
-        preparer, tokenizer = self._services.preparer, self._services.card.tokenizer
-        report = self._services.client.report
-        if isinstance(body, ChatRequest):
-            prepared = await preparer.chat(body, report)
-            return prepared, ChatFormatter(body, prepared, tokenizer)
-        prepared = await preparer.completion(body, report)
-        return prepared, CompletionFormatter(body, prepared, tokenizer)
 
 
 class Texts:
@@ -286,12 +204,15 @@ def _health(health: Health) -> Response:
 
 def make_router(services: Services) -> APIRouter:
     """Create the router with all endpoints of one server."""
-    completions, texts, operations = Completions(services), Texts(services), Operations(services)
+    generation, texts, operations = Generation(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
-        "/v1/chat/completions": completions.chat,
-        "/v1/completions": completions.completion,
+        "/v1/chat/completions": generation.chat,
+        "/v1/completions": generation.completion,
+        "/v1/responses": generation.response,
+        "/v1/messages": generation.messages,
+        "/v1/messages/count_tokens": generation.count_tokens,
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
@@ -320,6 +241,11 @@ def make_router(services: Services) -> APIRouter:
         "/cost": trace_routes.cost,
         "/v1/requests/{response_id:path}/explain": trace_routes.explain,
     }
+    stored = "/v1/responses/{response_id}"
+    router.add_api_route(stored, generation.stored_response, response_model=None)
+    router.add_api_route(
+        stored, generation.delete_response, methods=["DELETE"], response_model=None
+    )
     for path, endpoint in posts.items():
         router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     for path, endpoint in gets.items():

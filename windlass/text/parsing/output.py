@@ -92,6 +92,7 @@ class OutputSink:
         self.tools = tools or ToolSet()
         self._make_id = make_id
         self._events: list[Event] = []
+        self._reasoning: list[str] = []
         self._spaces = ""
         self._holds_spaces = tools is not None
         self.num_calls = 0
@@ -113,7 +114,13 @@ class OutputSink:
 
     def reasoning(self, text: str) -> None:
         if text:
+            self._reasoning.append(text)
             self._events.append(ReasoningText(text))
+
+    @property
+    def all_reasoning(self) -> str:
+        """The reasoning of all events."""
+        return "".join(self._reasoning)
 
     def start_call(self, name: str, id_: str | None = None) -> Call:
         self._spaces = ""

@@ -48,6 +48,11 @@ class OutputParser:
     def num_calls(self) -> int:
         return self._out.num_calls
 
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        return self._out.all_reasoning
+
     def _read(self) -> Steps[None]:
         options = self._options
         if options.reasoning is not None:

@@ -1,0 +1,194 @@
+"""The endpoints that generate text, in the formats of several APIs.
+
+An API reads its body into a chat or completion request, and formats the response; all between is
+common to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from windlass.errors import EngineError, RequestError
+from windlass.serve.anthropic_api import MessagesRequest
+from windlass.serve.anthropic_format import AnthropicFormat
+from windlass.serve.bodies import read_as, reply
+from windlass.serve.cost import NO_KEY
+from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
+from windlass.serve.keys import cache_salt_of, key_name
+from windlass.serve.openai_format import OpenAIFormat
+from windlass.serve.prepare import Prepared
+from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.serve.response import ClientDisconnected, CompletionResponse, ResponseFormat
+from windlass.serve.response_store import ResponseStore
+from windlass.serve.responses_api import ResponsesRequest, messages_of
+from windlass.serve.responses_format import ResponsesFormat
+from windlass.serve.services import Services
+
+GenerationBody = ChatRequest | CompletionRequest
+MakeFormat = Callable[[GenerationBody, Prepared], ResponseFormat]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """A request of any API as a chat or a completion, and the format of its response."""
+
+    body: GenerationBody
+    make_format: MakeFormat
+
+
+class Generation:
+    """The endpoints of OpenAI's and Anthropic's APIs that generate text."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._stored = ResponseStore()
+
+    async def chat(self, request: Request) -> Response:
+        return await self._respond(request, lambda raw, _: self._openai(ChatRequest.read(raw)))
+
+    async def completion(self, request: Request) -> Response:
+        return await self._respond(
+            request, lambda raw, _: self._openai(CompletionRequest.read(raw))
+        )
+
+    async def messages(self, request: Request) -> Response:
+        return await self._respond(request, self._anthropic)
+
+    async def response(self, request: Request) -> Response:
+        return await self._respond(request, self._responses)
+
+    async def stored_response(self, request: Request, response_id: str) -> Response:
+        return reply(self._stored.get(response_id, self._owner(request)).response)
+
+    async def delete_response(self, request: Request, response_id: str) -> Response:
+        self._stored.delete(response_id, self._owner(request))
+        return reply({"id": response_id, "object": "response", "deleted": True})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens"""
+        services = self._services
+        body = await read_as(request, MessagesRequest.read_to_count, services)
+        report = services.client.report
+        text = await services.preparer.render(body, report)
+        tokens = await services.preparer.encode(text, False, report)
+        return reply({"input_tokens": len(tokens)})
+
+    def _openai(self, body: GenerationBody) -> ApiCall:
+        return ApiCall(body, self._openai_format)
+
+    def _openai_format(self, body: GenerationBody, prepared: Prepared) -> ResponseFormat:
+        services = self._services
+        tokenizer = services.card.tokenizer
+        formatter: Formatter
+        if isinstance(body, ChatRequest):
+            formatter = ChatFormatter(body, prepared, tokenizer)
+        else:
+            formatter = CompletionFormatter(body, prepared, tokenizer)
+        return OpenAIFormat(
+            formatter,
+            body=body,
+            response_id=prepared.response_id,
+            model=self._model_of(prepared),
+            force_usage=services.config.enable_force_include_usage or bool(body.include_cost),
+        )
+
+    def _responses(self, raw: bytes, owner: str) -> ApiCall:
+        body = ResponsesRequest.read(raw)
+        earlier: list[Json] = []
+        if body.previous_response_id is not None:
+            earlier = self._stored.get(body.previous_response_id, owner).messages
+
+        def store(response: Json, items: list[Json]) -> None:
+            messages = [*earlier, *body.messages(), *messages_of(items)]
+            self._stored.add(response, messages, owner)
+
+        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
+            return ResponsesFormat(
+                body,
+                prepared,
+                model=self._model_of(prepared),
+                tokenizer=self._services.card.tokenizer,
+                store=store,
+            )
+
+        return ApiCall(body.chat(earlier), make_format)
+
+    def _owner(self, request: Request) -> str:
+        return key_name(request) if self._services.keys.clients else NO_KEY
+
+    def _anthropic(self, raw: bytes, _owner: str) -> ApiCall:
+        return ApiCall(
+            MessagesRequest.read(raw).chat(),
+            lambda _, prepared: AnthropicFormat(prepared, self._model_of(prepared)),
+        )
+
+    def _model_of(self, prepared: Prepared) -> str:
+        return prepared.requests[0].adapter or self._services.card.name
+
+    async def _respond(self, request: Request, read: Callable[[bytes, str], ApiCall]) -> Response:
+        """Every exit from here, and from the stream that it may return, ends the ticket."""
+        services = self._services
+        ticket = services.desk.open_ticket(request.url.path)
+        try:
+            services.desk.check_open()
+            owner = self._owner(request)
+            call = await read_as(request, lambda raw: read(raw, owner), services)
+            body = call.body
+            services.admission.check_possible(body.num_completions)
+            if services.keys.clients:
+                # A key must not learn from timing what another key has sent.
+                salt = cache_salt_of(request, body.cache_salt)
+                body = body.model_copy(update={"cache_salt": salt})
+            prepared = await self._prepare(body)
+            headers = self._headers(prepared)
+            services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
+            services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
+            if body.include_cost and services.costs is None:
+                raise RequestError(
+                    "include_cost needs a server started with --price-per-hour.",
+                    "include_cost",
+                )
+            completion = CompletionResponse(
+                services,
+                prepared,
+                body=body,
+                response_format=call.make_format(body, prepared),
+                ticket=ticket,
+                owner=owner,
+            )
+            send = completion.stream if body.stream else completion.send_whole
+            response = await send(request)
+        except EngineError as error:
+            ticket.end_with(error)
+            raise
+        except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
+            ticket.end("aborted")
+            raise
+        except BaseException:
+            ticket.end("error")
+            raise
+        response.headers.update(headers)
+        return response
+
+    def _headers(self, prepared: Prepared) -> dict[str, str]:
+        """Extra response headers; raises before anything is computed."""
+        if not self._services.config.enable_request_id_headers:
+            return {}
+        if not (prepared.response_id.isascii() and prepared.response_id.isprintable()):
+            raise RequestError(
+                f"request_id {prepared.response_id!r} cannot be sent back as X-Request-Id: a header "
+                "has printable ASCII only. Use letters, digits and -.",
+                "request_id",
+            )
+        return {"X-Request-Id": prepared.response_id}
+
+    async def _prepare(self, body: GenerationBody) -> Prepared:
+        preparer, report = self._services.preparer, self._services.client.report
+        if isinstance(body, ChatRequest):
+            return await preparer.chat(body, report)
+        return await preparer.completion(body, report)
