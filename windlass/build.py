@@ -310,6 +310,7 @@ def _finish(
         seconds=log.seconds,
         memory={**made.memory, **adapter_memory},
         adapters=adapters.store.folders if adapters is not None else {},
+        prefix_caching=rank.config.cache.prefix_caching,
     )
     _tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)

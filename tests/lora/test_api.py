@@ -18,7 +18,7 @@ from tests.system.server import serving
 from windlass.config import ServeConfig
 from windlass.errors import AdapterConflict, CheckpointError, ConfigError, WorkerDied
 from windlass.serve import messages
-from windlass.serve.adapter_registry import AdapterRegistry
+from windlass.serve.adapter_registry import AdapterCalls, AdapterRegistry, Change
 
 ADMIN = {"Authorization": "Bearer boss"}
 
@@ -262,59 +262,125 @@ def loaded(name: str, folder: str, **error: str) -> messages.AdapterReply:
     return messages.AdapterReply(messages.LoadAdapter(name, folder), **error)  # type: ignore[arg-type]
 
 
+class FakeEngine:
+    """An engine that answers every change with an error or with a number of running requests."""
+
+    def __init__(self, *results: Exception | int) -> None:
+        self.results = list(results)
+        self.changes: list[Change] = []
+
+    async def change_adapter(self, change: Change) -> int:
+        self.changes.append(change)
+        await asyncio.sleep(0)
+        result = self.results.pop(0) if self.results else 0
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+LOAD, UNLOAD = messages.LoadAdapter("a", "/a"), messages.UnloadAdapter("a")
+
+
 def test_restart_replays_changes_since_the_start() -> None:
-    registry = AdapterRegistry()
-    assert registry.sync_after_start({"a": "/a", "b": "/b"}) == []
-    registry.on_reply(messages.AdapterReply(messages.UnloadAdapter("a")))
-    registry.on_reply(loaded("c", "/c"))
-    expected = [messages.UnloadAdapter("a"), messages.LoadAdapter("c", "/c")]
-    assert registry.sync_after_start({"a": "/a", "b": "/b"}) == expected
-    # An adapter that cannot be reloaded is removed.
-    registry.on_reply(loaded("c", "/c", kind="CheckpointError", message="gone"))
-    assert registry.folders == {"b": "/b"}
-
-
-def test_answers_reach_their_caller() -> None:
     async def main() -> None:
-        registry = AdapterRegistry()
-        sent: list[object] = []
-        change = messages.LoadAdapter("a", "/a")
-        first = asyncio.create_task(registry.change(change, sent.append))
-        await asyncio.sleep(0)
-        with pytest.raises(AdapterConflict, match="by another call"):
-            await registry.change(change, sent.append)
-        registry.on_reply(loaded("a", "/a", kind="CheckpointError", message="broken"))
-        with pytest.raises(CheckpointError, match="broken"):
-            await first
-        second = asyncio.create_task(registry.change(change, sent.append))
-        await asyncio.sleep(0)
-        registry.fail("the engine died")
-        with pytest.raises(WorkerDied):
-            await second
-        assert (sent, registry.folders, registry._pending) == ([change, change], {}, {})
+        registry, engine = AdapterRegistry(), FakeEngine()
+        assert registry.sync_after_start({"a": "/a", "b": "/b"}) == []
+        await registry.change(UNLOAD, [engine])
+        await registry.change(messages.LoadAdapter("c", "/c"), [engine])
+        expected = [UNLOAD, messages.LoadAdapter("c", "/c")]
+        assert registry.sync_after_start({"a": "/a", "b": "/b"}) == expected
+        # An adapter that cannot be reloaded is removed.
+        assert registry.reload_failed(messages.LoadAdapter("c", "/c"))
+        assert not registry.reload_failed(messages.LoadAdapter("c", "/c"))
+        assert registry.folders == {"b": "/b"}
 
     asyncio.run(main())
 
 
-def test_loading_a_loaded_name_is_a_conflict() -> None:
-    registry = AdapterRegistry()
-    registry.on_reply(loaded("a", "/a"))
-    with pytest.raises(AdapterConflict, match="is loaded already"):
-        asyncio.run(registry.change(messages.LoadAdapter("a", "/a"), lambda _: None))
-    assert (registry.folders, registry._pending) == ({"a": "/a"}, {})
+def test_a_restart_replays_changes_in_progress() -> None:
+    async def main() -> None:
+        registry, engine = AdapterRegistry(), FakeEngine()
+        registry.sync_after_start({"a": "/a"})
+        changes = [
+            asyncio.create_task(registry.change(change, [engine]))
+            for change in (UNLOAD, messages.LoadAdapter("c", "/c"))
+        ]
+        await asyncio.sleep(0)
+        assert registry.folders == {"a": "/a"}
+        expected = [UNLOAD, messages.LoadAdapter("c", "/c")]
+        assert registry.sync_after_start({"a": "/a"}) == expected
+        await asyncio.gather(*changes)
+        assert registry.folders == {"c": "/c"}
+
+    asyncio.run(main())
+
+
+def test_a_change_reaches_all_engines_or_none() -> None:
+    async def main() -> None:
+        registry = AdapterRegistry()
+        good, broken = FakeEngine(), FakeEngine(CheckpointError("broken"))
+        with pytest.raises(CheckpointError, match="broken"):
+            await registry.change(LOAD, [good, broken])
+        assert (good.changes, broken.changes) == ([LOAD, UNLOAD], [LOAD])
+        assert registry.folders == {}
+        # The engine that died may have restarted, and loaded the adapter.
+        good, dead = FakeEngine(), FakeEngine(WorkerDied("dead"))
+        with pytest.raises(WorkerDied):
+            await registry.change(LOAD, [good, dead])
+        assert good.changes == dead.changes == [LOAD, UNLOAD]
+        assert registry.folders == {}
+        assert await registry.change(LOAD, [good, dead]) == 0
+        assert registry.folders == {"a": "/a"}
+        # One engine has unloaded it: the one that died must not load it again.
+        assert await registry.change(UNLOAD, [FakeEngine(2), FakeEngine(WorkerDied("dead"))]) == 2
+        assert registry.folders == {}
+
+    asyncio.run(main())
+
+
+def test_answers_reach_their_caller() -> None:
+    async def main() -> None:
+        calls = AdapterCalls()
+        sent: list[object] = []
+        first = asyncio.create_task(calls.call(LOAD, sent.append))
+        await asyncio.sleep(0)
+        assert not calls.on_reply(loaded("a", "/other"))
+        assert calls.on_reply(loaded("a", "/a", kind="CheckpointError", message="broken"))
+        with pytest.raises(CheckpointError, match="broken"):
+            await first
+        second = asyncio.create_task(calls.call(LOAD, sent.append))
+        await asyncio.sleep(0)
+        calls.fail("the engine died")
+        with pytest.raises(WorkerDied):
+            await second
+        assert (sent, calls._pending) == ([LOAD, LOAD], {})
+
+    asyncio.run(main())
+
+
+def test_a_second_change_of_a_name_is_a_conflict() -> None:
+    async def main() -> None:
+        registry, engine = AdapterRegistry(), FakeEngine()
+        first = asyncio.create_task(registry.change(LOAD, [engine]))
+        await asyncio.sleep(0)
+        with pytest.raises(AdapterConflict, match="by another call"):
+            await registry.change(LOAD, [engine])
+        await first
+        with pytest.raises(AdapterConflict, match="is loaded already"):
+            await registry.change(LOAD, [engine])
+        assert (registry.folders, registry._changing) == ({"a": "/a"}, {})
+
+    asyncio.run(main())
 
 
 def test_ten_thousand_loads_leave_no_state() -> None:
     async def main() -> None:
-        registry = AdapterRegistry()
+        registry, engine = AdapterRegistry(), FakeEngine()
         for number in range(10_000):
             name = f"a{number}"
             for change in (messages.LoadAdapter(name, "/a"), messages.UnloadAdapter(name)):
-                call = asyncio.ensure_future(registry.change(change, lambda _: None))
-                await asyncio.sleep(0)
-                registry.on_reply(messages.AdapterReply(change))
-                assert await call == 0
-        assert (registry.folders, registry._pending) == ({}, {})
+                assert await registry.change(change, [engine]) == 0
+        assert (registry.folders, registry._changing) == ({}, {})
 
     asyncio.run(main())
 

@@ -117,10 +117,10 @@ def test_restarted_engine_reloads_its_adapters(model: Path, tmp_path: Path) -> N
             await llm.add_adapter("a", str(folder))
             before = (await llm.generate([1, 2, 3], GREEDY, "a")).outputs[0].token_ids
             assert before != base
-            pid = llm._client.pid
+            pid = llm._client.replicas[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            while llm._client.pid in (pid, None):
+            while llm._client.replicas[0].pid in (pid, None):
                 await asyncio.sleep(0.05)
             after = (await llm.generate([1, 2, 3], GREEDY, "a")).outputs[0].token_ids
             assert after == before

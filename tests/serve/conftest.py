@@ -71,9 +71,10 @@ def running(
     restarts: RestartPolicy = QUICK_RESTARTS,
     verify: bool = True,
     send_buffer: int | None = None,
+    num_replicas: int = 1,
     **options: object,
 ) -> Iterator[Server]:
-    """Run a server in a thread of this process, with its engine in a separate process.
+    """Run a server in a thread of this process, with its engines in separate processes.
 
     `verify` False: the client accepts any certificate. `send_buffer`: size of the kernel's send
     buffer.
@@ -82,7 +83,9 @@ def running(
     listener = bind(config)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    client = EngineClient(build or counting(Options()), config.hang_timeout, restarts)
+    client = EngineClient(
+        build or counting(Options()), config.hang_timeout, restarts, num_replicas=num_replicas
+    )
     ready: list[str] = []
     result: list[int | BaseException] = []
     holder: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

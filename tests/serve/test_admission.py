@@ -21,9 +21,7 @@ def backlog(running: int, waiting: int, *, unseen: int = 0, tokens: int = 0) -> 
 def admission(
     backlog: Backlog, reasons: list[str] | None = None, **options: Any
 ) -> tuple[AdmissionControl, SimpleNamespace]:
-    client = SimpleNamespace(
-        backlog=backlog, report=SimpleNamespace(max_num_seqs=4), num_finished=0
-    )
+    client = SimpleNamespace(backlog=backlog, max_num_seqs=4, num_finished=0)
     on_reject = (reasons if reasons is not None else []).append
     clock = iter(range(1000)).__next__
     return AdmissionControl(ServeConfig(**options), client, on_reject, clock), client  # type: ignore[arg-type]
@@ -79,9 +77,8 @@ def test_retry_after_follows_from_the_measured_rate() -> None:
 def test_retry_after_has_bounds() -> None:
     rates = Rates()
     assert rates.seconds_for(10**9, 0) == 1.0  # no data
-    busy, before = EngineStats(num_running=1, num_steps=5), EngineStats(num_steps=4)
-    rates.observe(0.0, busy, before, num_finished=0)
-    rates.observe(10.0, busy, before, num_finished=0)
+    rates.observe(0.0, 0, num_finished=0, restart=False)
+    rates.observe(10.0, 0, num_finished=0, restart=False)
     assert rates.seconds_for(0, 1) == 60.0  # no progress
-    rates.observe(11.0, EngineStats(num_steps=6), busy, num_finished=5)
+    rates.observe(11.0, 100, num_finished=5, restart=True)
     assert rates.seconds_for(0, 1) == 1.0  # idle: old samples are dropped

@@ -26,7 +26,7 @@ SLOW = {"prompt": "SLOW", "max_tokens": 1000}
 
 def idle(server: Server) -> bool:
     load = server.http.get("/load").json()
-    stats = server.client.stats
+    stats = server.client.replicas[0].stats
     counts = (stats.num_running, stats.num_waiting, stats.num_used_blocks)
     return load["server_load"] == 0 and counts == (0, 0, 0)
 
@@ -95,17 +95,17 @@ def test_a_failed_step_fails_only_its_own_requests() -> None:
         failed = server.complete(prompt="CRASH")
         assert failed.status_code == 500
         assert "the counter is broken" in failed.json()["error"]["message"]
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         assert server.complete(max_tokens=2).json()["choices"][0]["text"] == "de"
-        assert server.client.pid == pid
+        assert server.client.replicas[0].pid == pid
 
 
 def test_three_failed_steps_in_a_row_restart_the_engine() -> None:
     with running() as server:
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         for number in range(3):
             assert server.complete(prompt=f"CRASH {number}").status_code == 500
-        wait_until(lambda: server.client.pid not in (pid, None))
+        wait_until(lambda: server.client.replicas[0].pid not in (pid, None))
         assert server.complete(max_tokens=2).status_code == 200
 
 
@@ -117,7 +117,7 @@ def test_killed_engine_in_mid_stream() -> None:
             model="counter", prompt="SLOW", max_tokens=1000, stream=True
         )
         assert next(stream).choices[0].text
-        os.kill(server.client.pid or 0, signal.SIGKILL)
+        os.kill(server.client.replicas[0].pid or 0, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="signal 9"):
             list(stream)
         assert server.http.get("/health/ready").status_code == 503
@@ -139,7 +139,7 @@ def test_a_stream_without_tokens_gets_a_status_when_the_engine_dies() -> None:
 
 def test_a_hung_engine_fails_health_and_is_replaced() -> None:
     with running(hang_timeout=1.0) as server:
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         thread = threading.Thread(target=lambda: server.complete(prompt="HANG"))
         thread.start()
         wait_until(lambda: server.http.get("/health/ready").status_code == 503)
@@ -147,14 +147,14 @@ def test_a_hung_engine_fails_health_and_is_replaced() -> None:
         assert unhealthy.status_code == 503
         assert "no heartbeat" in unhealthy.json()["reason"]
         thread.join(10)
-        wait_until(lambda: server.client.pid not in (pid, None))
+        wait_until(lambda: server.client.replicas[0].pid not in (pid, None))
         wait_until(lambda: server.http.get("/health/generate").status_code == 200)
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
     policy = RestartPolicy(max_restarts=2, first_pause_s=0.02)
     with running(partial(build_once, str(tmp_path / "flag")), restarts=policy) as server:
-        os.kill(server.client.pid or 0, signal.SIGKILL)
+        os.kill(server.client.replicas[0].pid or 0, signal.SIGKILL)
         wait_until(server.client.failed.is_set)
         wait_until(lambda: "not restarted again" in server.client.health().reason)
         assert server.stop() == 1
@@ -182,7 +182,7 @@ def test_too_many_requests() -> None:
     ):
         for _ in range(4):
             pool.submit(server.complete, **SLOW)
-        wait_until(lambda: server.client.stats.num_waiting == 2)
+        wait_until(lambda: server.client.replicas[0].stats.num_waiting == 2)
         refused = server.complete()
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "overloaded"
@@ -197,9 +197,9 @@ def test_too_many_waiting_tokens() -> None:
         assert server.complete(prompt="x" * 500, max_tokens=1).status_code == 200
         with ThreadPoolExecutor(2) as pool:
             pool.submit(server.complete, **SLOW)
-            wait_until(lambda: server.client.stats.num_running == 1)
+            wait_until(lambda: server.client.replicas[0].stats.num_running == 1)
             pool.submit(server.complete, **SLOW)
-            wait_until(lambda: server.client.stats.num_waiting == 1)
+            wait_until(lambda: server.client.replicas[0].stats.num_waiting == 1)
             refused = server.complete(prompt="x" * 200)
             assert refused.status_code == 429
             assert "100 prompt tokens" in refused.json()["error"]["message"]

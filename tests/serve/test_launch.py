@@ -44,7 +44,7 @@ def block():
         pass
 
 def ready(report, url):
-    print(url, client.pid, flush=True)
+    print(url, client.replicas[0].pid, flush=True)
     if "block" in sys.argv:
         asyncio.get_running_loop().call_later(0.1, block)
 

@@ -25,7 +25,7 @@ def test_executors_and_their_refusals_are_counted() -> None:
     metrics.observe_stats(before, EngineStats())
     (message,) = decode_from_engine(encode([Stats(after, 0)]))
     metrics.observe_stats(message.stats, before)
-    lines = metrics.render(engine_up=True).decode().splitlines()
+    lines = metrics.render([True]).decode().splitlines()
     assert 'windlass:steps_total{executor="eager",model_name="m"} 2.0' in lines
     labels = 'executor="mixed graph",model_name="m",reason="a row is deterministic"'
     assert f"windlass:executor_refusals_total{{{labels}}} 2.0" in lines
@@ -41,7 +41,7 @@ def test_draft_tokens_have_vllms_metric_names() -> None:
     after.add([4, 1, 0], drafting_s=0.5)
     (message,) = decode_from_engine(encode([Stats(after, 0)]))
     metrics.observe_stats(message.stats, before)
-    lines = metrics.render(engine_up=True).decode().splitlines()
+    lines = metrics.render([True]).decode().splitlines()
     prefix, label = "windlass:spec_decode_num_", 'model_name="m"'
     assert f"{prefix}drafts_total{{{label}}} 2.0" in lines
     assert f"{prefix}draft_tokens_total{{{label}}} 5.0" in lines

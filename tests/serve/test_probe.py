@@ -23,7 +23,9 @@ from windlass.serve.probe import GenerateProbe
 
 
 class Engine:
-    """A fake EngineClient; a token arrives when `token` is set."""
+    """A fake replica; a token arrives when `token` is set."""
+
+    index = 0
 
     def __init__(self) -> None:
         self.stats = EngineStats()
@@ -149,7 +151,7 @@ def test_a_full_queue_does_not_fail_the_probe() -> None:
     ):
         url = f"{server.url}/v1/completions"
         posts = [pool.submit(httpx.post, url, json=body, timeout=60) for _ in range(2)]
-        wait_until(lambda: server.client.stats.num_waiting >= 199)
+        wait_until(lambda: server.client.replicas[0].stats.num_waiting >= 199)
         responses = [server.http.get("/health/generate") for _ in range(3)]
         assert [response.json()["status"] for response in responses] == ["ok"] * 3
         assert not any(post.done() for post in posts)

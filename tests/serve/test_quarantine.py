@@ -153,7 +153,19 @@ def test_engine_ended_clears_requests_in_flight() -> None:
     quarantine.strike([b"a", b"b"], HOW)
     quarantine.enter(add("a"))
     quarantine.enter(add("b"))
-    quarantine.engine_ended()
+    assert quarantine.engine_ended(["a", "b"]) == []
     assert quarantine.num_held == 0
     assert quarantine.leave("a", completed=False) == []
     assert quarantine.enter(add("b"))
+
+
+def test_the_end_of_an_engine_releases_the_next_suspect() -> None:
+    """Only one suspect runs at a time in all engines."""
+    quarantine = Quarantine()
+    quarantine.strike([b"a", b"b", b"c"], HOW)
+    assert quarantine.enter(add("a"))
+    assert not quarantine.enter(add("b"))
+    assert not quarantine.enter(add("c"))
+    assert [each.request.request_id for each in quarantine.engine_ended(["a"])] == ["b"]
+    assert quarantine.engine_ended(["unknown"]) == []
+    assert quarantine.is_held("c")

@@ -48,7 +48,10 @@ def check_asleep(server: Server) -> None:
 
 
 def test_level_one_keeps_the_process(sleepable: Server) -> None:
-    before, pid = sleepable.complete(max_tokens=5).json()["choices"], sleepable.client.pid
+    before, pid = (
+        sleepable.complete(max_tokens=5).json()["choices"],
+        sleepable.client.replicas[0].pid,
+    )
     result = post_admin(sleepable, "/admin/sleep", level=1).json()
     assert (result["status"], result["level"], result["reason"]) == ("sleeping", 1, "")
     check_asleep(sleepable)
@@ -57,7 +60,7 @@ def test_level_one_keeps_the_process(sleepable: Server) -> None:
     assert report["parts"]["weights"] == {"num_bytes": 1000, "resident": 0}
     assert post_admin(sleepable, "/admin/wake").json()["level"] == 0
     assert sleepable.complete(max_tokens=5).json()["choices"] == before
-    assert sleepable.client.pid == pid
+    assert sleepable.client.replicas[0].pid == pid
     assert sleepable.metric("engine_sleep_state", sleep_state="awake") == 1
 
 
@@ -82,18 +85,21 @@ def test_bad_fields_and_missing_admin_keys_are_refused(sleepable: Server) -> Non
 
 
 def test_level_one_stops_the_process_if_memory_cannot_be_released(restarting: Server) -> None:
-    before, pid = restarting.complete(max_tokens=5).json()["choices"], restarting.client.pid
+    before, pid = (
+        restarting.complete(max_tokens=5).json()["choices"],
+        restarting.client.replicas[0].pid,
+    )
     result = post_admin(restarting, "/admin/sleep", level=1).json()
     assert result["level"] == 2
     assert "process was stopped" in result["reason"]
-    assert restarting.client.pid is None
+    assert restarting.client.replicas[0].pid is None
     assert not Path(f"/proc/{pid}").exists()
     check_asleep(restarting)
     assert restarting.http.get("/metrics").status_code == 200
     assert post_admin(restarting, "/admin/reset_prefix_cache").status_code == 503
     assert post_admin(restarting, "/admin/wake").json()["seconds"] > 0
     assert restarting.complete(max_tokens=5).json()["choices"] == before
-    assert restarting.client.pid != pid
+    assert restarting.client.replicas[0].pid != pid
     assert restarting.http.get("/health").json() == {"status": "ok"}
 
 

@@ -44,7 +44,7 @@ def is_late(server: Server) -> bool:
 def test_a_stopped_engine_is_replaced() -> None:
     """After SIGSTOP the engine cannot exit, so the server must kill it."""
     with running(hang_timeout=1.0) as server:
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         assert pid is not None
         with in_flight(server, prompt="SLOW", max_tokens=1000) as response:
             os.kill(pid, signal.SIGSTOP)
@@ -55,17 +55,17 @@ def test_a_stopped_engine_is_replaced() -> None:
             failed = response()
         assert failed.status_code == 503
         assert "no heartbeat" in failed.json()["error"]["message"]
-        wait_until(lambda: server.client.pid not in (pid, None))
+        wait_until(lambda: server.client.replicas[0].pid not in (pid, None))
         wait_until(lambda: server.http.get("/health/generate").status_code == 200)
         assert server.complete(max_tokens=2).status_code == 200
 
 
 def test_an_idle_engine_that_is_stopped_is_replaced() -> None:
     with running(hang_timeout=0.5) as server:
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: server.client.pid not in (pid, None))
+        wait_until(lambda: server.client.replicas[0].pid not in (pid, None))
         wait_until(lambda: server.complete(max_tokens=2).status_code == 200)
 
 
@@ -77,7 +77,7 @@ def test_a_request_that_kills_the_engine_is_not_run_a_third_time(fault: str) -> 
             wait_until(lambda: server.http.get("/health/ready").status_code == 200)
             statuses.append(server.complete(prompt=fault).status_code)
         wait_until(lambda: server.http.get("/health/ready").status_code == 200)
-        pid = server.client.pid
+        pid = server.client.replicas[0].pid
         refused = server.complete(prompt=fault)
         assert refused.status_code == 422
         error = refused.json()["error"]
@@ -85,17 +85,17 @@ def test_a_request_that_kills_the_engine_is_not_run_a_third_time(fault: str) -> 
         assert "again" not in error["message"]
         assert statuses == ([500, 500] if fault == "CRASH" else [503, 422])
         assert server.complete(prompt="other", max_tokens=2).status_code == 200
-        assert server.client.pid == pid
+        assert server.client.replicas[0].pid == pid
 
 
 def test_a_request_that_hangs_the_engine_is_blocked_after_disconnects_too() -> None:
     with running(hang_timeout=1.0) as server:
         for _ in range(2):
             wait_until(lambda: server.http.get("/health/ready").status_code == 200)
-            pid = server.client.pid
+            pid = server.client.replicas[0].pid
             with pytest.raises(httpx.TimeoutException):
                 server.http.post("/v1/completions", json={"prompt": "HANG"}, timeout=0.3)
-            wait_until(lambda pid=pid: server.client.pid not in (pid, None))
+            wait_until(lambda pid=pid: server.client.replicas[0].pid not in (pid, None))
         wait_until(lambda: server.http.get("/health/ready").status_code == 200)
         assert server.complete(prompt="HANG").status_code == 422
 
@@ -138,29 +138,29 @@ def test_queued_requests_are_not_suspects() -> None:
     with running(counting(Options(max_num_seqs=1))) as server, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             wait_until(lambda: server.http.get("/health/ready").status_code == 200)
-            pid = server.client.pid
+            pid = server.client.replicas[0].pid
             with in_flight(server, prompt="SLOW", max_tokens=1000, seed=pid) as running_request:
-                wait_until(lambda: server.client.stats.num_running == 1)
+                wait_until(lambda: server.client.replicas[0].stats.num_running == 1)
                 waiting = pool.submit(server.complete, prompt="waits", max_tokens=2)
-                wait_until(lambda: server.client.stats.num_waiting == 1)
+                wait_until(lambda: server.client.replicas[0].stats.num_waiting == 1)
                 os.kill(pid or 0, signal.SIGKILL)
                 assert running_request().status_code == 503
                 response = waiting.result(20)
                 assert response.status_code == 503
                 assert "before this request was started" in response.json()["error"]["message"]
-            wait_until(lambda pid=pid: server.client.pid not in (pid, None))
+            wait_until(lambda pid=pid: server.client.replicas[0].pid not in (pid, None))
         assert server.complete(prompt="waits", max_tokens=2).status_code == 200
 
 
 def test_the_probe_is_never_blocked() -> None:
     with running(counting(Options(step_s=0.5))) as server, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
-            pid = server.client.pid
+            pid = server.client.replicas[0].pid
             probe = pool.submit(server.http.get, "/health/generate")
             wait_until(lambda: server.client.num_in_flight == 1)
             os.kill(pid or 0, signal.SIGKILL)
             assert probe.result(20).status_code == 503
-            wait_until(lambda pid=pid: server.client.pid not in (pid, None))
+            wait_until(lambda pid=pid: server.client.replicas[0].pid not in (pid, None))
         assert server.http.get("/health/generate").status_code == 200
 
 
@@ -172,9 +172,9 @@ def test_restarts_do_not_leak_descriptors() -> None:
         numbers = []
         for _ in range(3):
             numbers.append(len(os.listdir("/proc/self/fd")))
-            pid = client.pid
+            pid = client.replicas[0].pid
             os.kill(pid or 0, signal.SIGKILL)
-            while client.pid in (pid, None):
+            while client.replicas[0].pid in (pid, None):
                 await asyncio.sleep(0.02)
         await client.close()
         assert len(set(numbers)) == 1, numbers
@@ -194,7 +194,7 @@ def test_a_restart_without_free_descriptors_is_retried(monkeypatch: pytest.Monke
     async def main() -> None:
         client = EngineClient(counting(), restarts=RestartPolicy(first_pause_s=0.01))
         await client.start()
-        pid = client.pid
+        pid = client.replicas[0].pid
 
         def refuse(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
             if refusals:
@@ -212,7 +212,7 @@ def test_a_restart_without_free_descriptors_is_retried(monkeypatch: pytest.Monke
                 except WorkerDied:
                     await asyncio.sleep(0.02)
             assert sum(len(output.tokens) for output in outputs) == 2
-            assert client.pid not in (pid, None)
+            assert client.replicas[0].pid not in (pid, None)
         finally:
             await client.close()
 

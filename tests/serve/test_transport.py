@@ -33,7 +33,7 @@ def num_cut(server: Server, reason: str) -> float:
 
 
 def is_idle(server: Server) -> bool:
-    stats = server.client.stats
+    stats = server.client.replicas[0].stats
     return server.client.num_in_flight == stats.num_running == stats.num_waiting == 0
 
 
@@ -339,7 +339,7 @@ if __name__ == "__main__":
 
     def on_ready(report, url):
         (line,) = [choice for choice in report.choices if choice.what == "connections"]
-        print(url, client.pid, line.value, line.reason, flush=True)
+        print(url, client.replicas[0].pid, line.value, line.reason, flush=True)
 
     sys.exit(serve(client, lambda: CARD, ServeConfig(port=0), on_ready))
 """

@@ -70,6 +70,7 @@ class EngineReport:
     seconds: dict[str, float] = field(default_factory=dict)  # per phase of the start-up
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
     adapters: dict[str, str] = field(default_factory=dict)  # folder of each adapter by name
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The HTTP process's list of LoRA adapters, and the load and unload calls in flight.
 
-The engine process reads and holds the weights. A restarted engine starts with the adapters of the
-command line; the registry computes the changes that bring it up to date.
+The engine processes read and hold the weights; all replicas have the same adapters. A restarted
+engine starts with the adapters of the command line; the registry computes the changes that bring it
+up to date.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from windlass.errors import AdapterConflict, EngineError, WorkerDied
 from windlass.serve import messages
@@ -16,19 +18,70 @@ from windlass.serve.process import build_error, refusal_error
 Change = messages.LoadAdapter | messages.UnloadAdapter
 
 
+class AdapterEngine(Protocol):
+    """An engine that has adapters."""
+
+    async def change_adapter(self, change: Change) -> int:
+        """Apply a change; returns the number of running requests that still use the adapter."""
+        ...
+
+
+class AdapterCalls:
+    """Owns the changes that one engine process has not answered yet."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[Change, asyncio.Future[int]]] = {}
+
+    async def call(self, change: Change, send: Callable[[Change], None]) -> int:
+        """Send a change and wait for its reply."""
+        call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._pending[change.name] = change, call
+        send(change)
+        return await call
+
+    def on_reply(self, reply: messages.AdapterReply) -> bool:
+        """Resolve the call that waits for this reply; False: there is none."""
+        pending, call = self._pending.get(reply.change.name, (None, None))
+        if call is None or pending != reply.change:
+            return False
+        del self._pending[reply.change.name]
+        if call.cancelled():
+            return True
+        if reply.kind:
+            call.set_exception(_error(reply))
+        else:
+            call.set_result(reply.num_running)
+        return True
+
+    def fail(self, why: str) -> None:
+        """Fail all pending changes: the engine has died."""
+        for _, call in self._pending.values():
+            if not call.done():
+                call.set_exception(WorkerDied(why))
+        self._pending.clear()
+
+
 class AdapterRegistry:
-    """Owns the adapter names that requests may use, and the pending changes."""
+    """Owns the adapter names that requests may use. A name changes by one call at a time."""
 
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}
         self._started = False
-        self._pending: dict[str, tuple[Change, asyncio.Future[int]]] = {}
+        self._changing: dict[str, Change] = {}
 
     def sync_after_start(self, initial: dict[str, str]) -> list[Change]:
-        """Return the changes that a new engine needs, which has loaded the adapters `initial`."""
+        """Return the changes that a new engine needs, which has loaded the adapters `initial`.
+
+        Changes in progress count as done: another engine may have applied them already.
+        """
         if not self._started:
             self._started, self.folders = True, dict(initial)
-        known = self.folders
+        known = dict(self.folders)
+        for change in self._changing.values():
+            if isinstance(change, messages.LoadAdapter):
+                known[change.name] = change.folder
+            else:
+                known.pop(change.name, None)
         removed = [name for name in initial if known.get(name) != initial[name]]
         added = [name for name in known if initial.get(name) != known[name]]
         unloads = [messages.UnloadAdapter(name) for name in removed]
@@ -42,9 +95,9 @@ class AdapterRegistry:
                 "lora_name",
             )
 
-    async def change(self, change: Change, send: Callable[[Change], None]) -> int:
-        """Send a change and wait for the reply: the number of requests that use the adapter."""
-        if change.name in self._pending:
+    async def change(self, change: Change, engines: Sequence[AdapterEngine]) -> int:
+        """Apply a change to all engines, or to none; returns how many requests use the adapter."""
+        if change.name in self._changing:
             raise AdapterConflict(
                 f"the adapter {change.name!r} is being loaded or unloaded by another call.",
                 "lora_name",
@@ -52,38 +105,56 @@ class AdapterRegistry:
         if isinstance(change, messages.LoadAdapter):
             # Another call may have loaded it since the caller checked.
             self.check_free(change.name)
-        call: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._pending[change.name] = change, call
-        send(change)
-        # A caller that disconnects does not undo the change: the reply still updates the registry.
-        return await asyncio.shield(call)
+        self._changing[change.name] = change
+        work = asyncio.create_task(self._apply(change, engines))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # A caller that disconnects does not undo the change.
+        return await asyncio.shield(work)
 
-    def on_reply(self, reply: messages.AdapterReply) -> None:
-        """Apply the engine's reply to the registry and resolve the call that waits for it."""
-        change, failed = reply.change, bool(reply.kind)
-        if isinstance(change, messages.LoadAdapter) and not failed:
-            self.folders[change.name] = change.folder
-        elif (
-            isinstance(change, messages.UnloadAdapter)
-            or self.folders.get(change.name) == change.folder
-        ):
-            # The second case: an adapter that a restarted engine failed to load again.
-            self.folders.pop(change.name, None)
-        pending, call = self._pending.get(change.name, (None, None))
-        if call is None or pending != change:  # sent by `sync_after_start`: no caller waits
-            return
-        del self._pending[change.name]
-        if failed:
-            call.set_exception(_error(reply))
-        else:
-            call.set_result(reply.num_running)
+    async def _apply(self, change: Change, engines: Sequence[AdapterEngine]) -> int:
+        try:
+            calls = (engine.change_adapter(change) for engine in engines)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            errors = [each for each in results if isinstance(each, BaseException)]
+            if isinstance(change, messages.LoadAdapter):
+                if errors:
+                    # An engine that died may have restarted meanwhile, and have loaded it.
+                    loaded = [
+                        engine
+                        for engine, each in zip(engines, results, strict=True)
+                        if not isinstance(each, EngineError) or isinstance(each, WorkerDied)
+                    ]
+                    await unload_from(loaded, change.name)
+                    raise errors[0]
+                self.folders[change.name] = change.folder
+                return 0
+            if not all(isinstance(each, WorkerDied) for each in results):
+                # An engine that died meanwhile starts without the adapter.
+                self.folders.pop(change.name, None)
+            if len(errors) == len(results):
+                raise errors[0]
+            return sum(each for each in results if isinstance(each, int))
+        finally:
+            del self._changing[change.name]
 
-    def fail(self, why: str) -> None:
-        """Fail all pending changes: the engine has died."""
-        for _, call in self._pending.values():
-            call.set_exception(WorkerDied(why))
-        self._pending.clear()
+    def reload_failed(self, change: messages.LoadAdapter) -> bool:
+        """A restarted engine could not load an adapter again: remove it. True: it was in use."""
+        if self.folders.get(change.name) != change.folder:
+            return False
+        del self.folders[change.name]
+        return True
+
+
+async def unload_from(engines: Sequence[AdapterEngine], name: str) -> None:
+    """Unload an adapter wherever it is loaded, so that all engines have the same ones.
+
+    Engines that do not have it, or have died, need nothing.
+    """
+    calls = (engine.change_adapter(messages.UnloadAdapter(name)) for engine in engines)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, EngineError):
+            raise each
 
 
 def _error(reply: messages.AdapterReply) -> EngineError:

@@ -32,9 +32,15 @@ class Admin:
         state = {"state": sleeper.state, "level": sleeper.level}
         if sleeper.level == 2:
             return reply({**state, "blocks": None, "parts": None})
-        memory = await self._services.client.memory()
-        per_block = self._services.client.report.capacity.bytes_per_block
-        return reply({**state, **memory_json(memory, per_block)})
+        client = self._services.client
+        reports = {
+            index: memory_json(memory, client.replicas[index].report.capacity.bytes_per_block)
+            for index, memory in (await client.memory()).items()
+        }
+        if len(client.replicas) == 1:
+            return reply({**state, **reports[0]})
+        replicas = [{"replica": index, **report} for index, report in reports.items()]
+        return reply({**state, "replicas": replicas})
 
     async def sleep(self, request: Request) -> Response:
         body = await self._read(request, SleepRequest.read)

@@ -36,16 +36,17 @@ class Rates:
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
+        self._num_tokens = 0
 
-    def observe(
-        self, at: float, stats: EngineStats, last: EngineStats, *, num_finished: int
-    ) -> None:
-        """Add a sample of the engine's stats; `last` are the previous ones."""
-        num_tokens = stats.num_prompt_tokens_computed + stats.num_generated_tokens
-        # A new engine counts from zero, and idle time does not measure speed.
-        if last.num_steps == 0 or stats.num_running + stats.num_waiting == 0:
+    def observe(self, at: float, num_tokens: int, *, num_finished: int, restart: bool) -> None:
+        """Add tokens that an engine has computed, and all requests finished so far.
+
+        `restart`: drop the samples before; idle time does not measure speed.
+        """
+        self._num_tokens += num_tokens
+        if restart:
             self._samples.clear()
-        self._samples.append(_Sample(at, num_tokens, num_finished))
+        self._samples.append(_Sample(at, self._num_tokens, num_finished))
         while at - self._samples[0].at > _WINDOW_S:
             self._samples.popleft()
 
@@ -82,15 +83,22 @@ class AdmissionControl:
         self._rates = Rates()
 
     def observe(self, stats: EngineStats, last: EngineStats) -> None:
-        num_finished = self._client.num_finished
-        self._rates.observe(self._clock(), stats, last, num_finished=num_finished)
+        client = self._client
+        is_idle = client.backlog.num_running + client.backlog.num_waiting == 0
+        # A restarted engine starts slowly.
+        self._rates.observe(
+            self._clock(),
+            _num_computed(stats) - _num_computed(last),
+            num_finished=client.num_finished,
+            restart=is_idle or last.num_steps == 0,
+        )
 
     def check_possible(self, num_requests: int) -> None:
         """Raise RequestError if `num_requests` at once exceed the limits even of an idle server.
 
         Called before a body is expanded: 2,000 prompts with n=128 make 256,000 requests.
         """
-        slots = self._client.report.max_num_seqs
+        slots = self._client.max_num_seqs
         if num_requests > slots + self._max_reqs:
             raise RequestError(
                 f"the request has {num_requests:,} completions; this server runs {slots} at once "
@@ -101,7 +109,7 @@ class AdmissionControl:
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Raise Overloaded if the queue has no room for these requests and their prompt tokens."""
         backlog = self._client.backlog
-        slots = self._client.report.max_num_seqs
+        slots = self._client.max_num_seqs
         excess = _queue_after(backlog, slots, num_requests) - self._max_reqs
         if excess > 0:
             self._refuse(MAX_REQS, f"{self._max_reqs} requests", num_requests=excess)
@@ -117,6 +125,10 @@ class AdmissionControl:
         self._on_reject(reason)
         wait_s = max(_MIN_WAIT_S, self._rates.seconds_for(num_tokens, num_requests))
         raise Overloaded(f"the queue is full ({limit}); try again in about {wait_s:.0f} s.", wait_s)
+
+
+def _num_computed(stats: EngineStats) -> int:
+    return stats.num_prompt_tokens_computed + stats.num_generated_tokens
 
 
 def _queue_after(backlog: Backlog, slots: int, num_new: int) -> int:

@@ -1,54 +1,72 @@
-"""The HTTP process's client of the engine process: requests, outputs and calls.
+"""The requests in flight: sends them to engines, and gives their outputs to the responses.
 
-supervisor.py starts, watches and restarts the process; the client fails the requests of a process
-that ended. quarantine.py decides which requests may run again. This module does not know HTTP.
+One engine, or several replicas of it, of which routing.py chooses one for each request. replica.py
+knows one engine, and supervisor.py restarts its process. When an engine ends, requests that it had not
+started go to another replica once, and the others fail; quarantine.py decides which requests may run
+again. This module does not know HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tempfile
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-import zmq
 import zmq.asyncio
 
-from windlass.core.card import EngineReport
+from windlass.core.card import Choice, EngineReport
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
-from windlass.serve.adapter_registry import AdapterRegistry, Change
+from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
 from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox
 from windlass.serve.loop import Build, Prepare
-from windlass.serve.process import EngineProcess, build_error, refusal_error
+from windlass.serve.process import refusal_error
 from windlass.serve.quarantine import Quarantine, fingerprint
-from windlass.serve.rpc import PendingCalls
-from windlass.serve.supervisor import EngineLaunch, EngineSupervisor
-
-T = TypeVar("T", bound=messages.Reply)
+from windlass.serve.replica import Replica
+from windlass.serve.routing import PrefixRouter
+from windlass.serve.supervisor import EngineLaunch
 
 _log = logging.getLogger("windlass.serve")
-
-_REPLY_TIMEOUT_S = 10.0
-_SLEEP_TIMEOUT_S = 600.0  # weights may be large, and a disk slow
 
 
 def _no_preparation() -> None:
     """Do nothing: the build needs no slow imports."""
 
 
-class EngineClient:
-    """Owns the engine process and the requests in flight. One event loop, one thread.
+@dataclass(slots=True)
+class _Flight:
+    """A request in flight."""
 
-    `build` is pickled and called in the engine process; it returns the engine and its report.
-    None: `build_with` sets it later, while the process that `start` started runs `prepare`.
+    add: messages.Add
+    inbox: Inbox
+    replica: Replica | None = None  # None: the quarantine holds it back
+    has_output: bool = False
+    has_finished: bool = False  # its last output is in the inbox
+    was_resent: bool = False
+    is_pinned: bool = False  # must run on this replica
+
+
+class EngineClient:
+    """Owns the replicas and the requests in flight. One event loop, one thread.
+
+    `build` is pickled and called in each engine process; it returns the engine and its report.
+    None: `build_with` sets it later, while the processes that `start` started run `prepare`.
     """
 
     def __init__(
@@ -57,89 +75,161 @@ class EngineClient:
         hang_timeout: float = 120.0,
         restarts: RestartPolicy | None = None,
         prepare: Prepare = _no_preparation,
+        num_replicas: int = 1,
     ) -> None:
         launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
-        self._supervisor = EngineSupervisor(launch, self)
+        self.replicas = [
+            Replica(index, launch, self, f"replica {index}: " if num_replicas > 1 else "")
+            for index in range(num_replicas)
+        ]
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._report: EngineReport | None = None
-        self._inboxes: dict[str, Inbox] = {}
-        self._pending_calls = PendingCalls()
+        self._flights: dict[str, _Flight] = {}
+        self._router: PrefixRouter | None = None  # None: there is one replica
         self._quarantine = Quarantine()
-        # Requests sent to this engine process, and those that it has not reported as received.
-        self._num_sent = 0
-        self._unseen: deque[int] = deque()  # prompt lengths
-        self.stats = EngineStats()
         self.adapters = AdapterRegistry()
         self.num_finished = 0
-        self.failed = self._supervisor.failed
-        # Called with the current and the previous stats of one engine process.
-        self.on_stats: Callable[[EngineStats, EngineStats], None] | None = None
-        # Called with the traces of ended requests; None: the engine died with those it had.
-        self.on_traces: Callable[[list[RequestTrace] | None], None] | None = None
+        self.failed = asyncio.Event()
+        self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
+        self.on_traces: Callable[[list[RequestTrace]], None] | None = None
+        self.on_traces_lost: Callable[[Collection[str]], None] | None = None
+        self._unloads: set[asyncio.Task[None]] = set()
 
-    # ---- process -----------------------------------------------------------------------------
+    # ---- processes ---------------------------------------------------------------------------
 
     async def start(self) -> EngineReport:
-        """Start the engine and wait until it is ready; raises the build's error."""
+        """Start all engines and wait until they are ready; raises the first error of a build."""
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
         self._context = zmq.asyncio.Context()
-        return await self._supervisor.start(self._context, Path(self._folder.name) / "engine")
+        folder = Path(self._folder.name)
+        starting = [
+            asyncio.create_task(
+                each.supervisor.start(self._context, folder / f"engine-{each.index}")
+            )
+            for each in self.replicas
+        ]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        report = self.report
+        if len(self.replicas) == 1:
+            return report
+        blocks = [each.report.capacity.num_blocks for each in self.replicas]
+        reason = f"KV blocks of each: {', '.join(map(str, blocks))}"
+        replicas = Choice("replicas", str(len(self.replicas)), reason)
+        return replace(report, choices=[replicas, *report.choices])
 
-    def build_with(self, build: Build) -> None:
-        """Set the build function that was not known at construction."""
-        self._supervisor.build_with(build)
+    def build_with(self, *builds: Build) -> None:
+        """Set the build functions of the replicas, which were not known at construction."""
+        for replica, build in zip(self.replicas, builds, strict=True):
+            replica.supervisor.build_with(build)
 
     async def close(self) -> None:
-        """Stop the engine process; requests still in flight end with an error."""
+        """Stop the engine processes; requests still in flight end with an error."""
         self.abort_all(WorkerDied("the server is shutting down."))
-        await self._supervisor.close()
+        await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
         if self._context is not None:
             self._context.destroy(linger=0)
         if self._folder is not None:
             self._folder.cleanup()
 
     def kill(self) -> None:
-        """Kill the engine process."""
-        self._supervisor.kill()
+        for replica in self.replicas:
+            replica.supervisor.kill()
 
-    def on_launch(self) -> None:
-        self._num_sent = 0
-        self._unseen.clear()
-        self.stats = EngineStats()
-
-    def on_ready(self, report: EngineReport) -> None:
-        self._report = report
+    def on_ready(self, replica: Replica, report: EngineReport) -> None:
         for change in self.adapters.sync_after_start(report.adapters):
-            self._supervisor.running.send(change)
+            replica.send_change(change)
+        max_blocks = report.capacity.num_blocks if report.prefix_caching else 0
+        if self._router is not None:
+            self._router.cache_lost(replica.index, max_blocks)
+        elif len(self.replicas) > 1:
+            sizes = [max_blocks] * len(self.replicas)
+            self._router = PrefixRouter(report.capacity.block_size, sizes)
 
-    def on_end(self, how: str, running: frozenset[bytes]) -> None:
-        """Fail all requests of a dead engine."""
+    def on_failed(self) -> None:
+        if all(each.supervisor.has_failed for each in self.replicas):
+            self.failed.set()
+
+    def on_end(self, replica: Replica, how: str, running: frozenset[bytes]) -> None:
+        """Resend or fail the requests of an engine that ended."""
         quarantine = self._quarantine
         quarantine.strike(running, how)
-        started = quarantine.in_flight(running)
+        started = {
+            name
+            for name, flight in self._flights.items()
+            if flight.replica is replica and flight.add.fingerprint in running
+        }
         blocked = quarantine.blocked_in_flight()
-        quarantine.engine_ended()
+        others_up = bool(self._up)
+        lost = {
+            name: flight
+            for name, flight in self._flights.items()
+            if not flight.has_finished
+            and (
+                flight.replica is replica
+                or (flight.replica is None and (name in blocked or not others_up))
+            )
+        }
         _log.error("%s; %d requests were running", how, len(started))
         for request_id in blocked:
             _log.error("request %s is blocked: the engine failed again while it ran", request_id)
-        for inbox in self._open_inboxes():
-            inbox.put(_end_error(inbox, how, started=started, blocked=blocked))
-        self._pending_calls.fail(how)
-        self.adapters.fail(how)
-        if self.on_traces is not None:
-            self.on_traces(None)
+        released = quarantine.engine_ended(lost)
+        resent = self._fail(lost, how, started=started, blocked=blocked)
+        if self.on_traces_lost is not None:
+            self.on_traces_lost(replica.untraced - {each.request.request_id for each in resent})
+        replica.untraced.clear()
+        self._send([*released, *(add for add in resent if quarantine.enter(add))])
+
+    def _fail(
+        self,
+        lost: Mapping[str, _Flight],
+        how: str,
+        *,
+        started: Collection[str],
+        blocked: Mapping[str, EngineError],
+    ) -> list[messages.Add]:
+        """Fail the responses of lost requests; returns the requests to send to another replica.
+
+        A response is not failed if none of its lost requests was started, has an output or was resent.
+        """
+        others_up = bool(self._up)
+        resent = []
+        for inbox in _inboxes(lost.values()):
+            mine = {name: lost[name] for name in inbox.open_ids if name in lost}
+            may_resend = others_up and not any(
+                name in started
+                or name in blocked
+                or each.has_output
+                or each.was_resent
+                or each.is_pinned
+                for name, each in mine.items()
+            )
+            for flight in mine.values():
+                flight.replica = None
+                if self._router is not None:
+                    self._router.ended(flight.add.request.request_id)
+            if may_resend:
+                for flight in mine.values():
+                    flight.was_resent = True
+                    resent.append(flight.add)
+            else:
+                inbox.put(_end_error(mine, how, started=started, blocked=blocked))
+        return resent
 
     # ---- requests ----------------------------------------------------------------------------
 
     async def generate(
-        self, *requests: NewRequest, tracked: bool = True
+        self, *requests: NewRequest, tracked: bool = True, replica: Replica | None = None
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all `requests`; closing the generator aborts the unfinished ones.
 
         An error of one request is raised and ends all. `Output.request_id` identifies the request.
         """
-        inbox = self.submit(requests, tracked)
+        inbox = self.submit(requests, tracked, replica)
         try:
             while (output := await self.next(inbox)) is not None:
                 yield output
@@ -166,14 +256,20 @@ class EngineClient:
         for request_id in list(inbox.open_ids):
             self.abort(request_id)
 
-    def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
-        """Send requests to the engine; read the outputs with `next` and call `drop` at the end.
+    def submit(
+        self, requests: Sequence[NewRequest], tracked: bool = True, replica: Replica | None = None
+    ) -> Inbox:
+        """Send requests to an engine; read the outputs with `next` and call `drop` at the end.
 
-        Untracked requests (the server's own probes) are never blocked.
+        Untracked requests (the server's own probes) are never blocked. `replica` None: the router
+        chooses one.
         """
-        process = self._supervisor.running
+        if replica is not None:
+            replica.supervisor.check_running()
+        elif not self._up:
+            raise WorkerDied(f"{self.health().reason}. Try again in a moment.")
         for request in requests:
-            if request.request_id in self._inboxes:
+            if request.request_id in self._flights:
                 raise RequestError(
                     f"request_id {request.request_id!r} is in use by a running request.",
                     "request_id",
@@ -183,177 +279,253 @@ class EngineClient:
         ]
         self._quarantine.check(add.fingerprint for add in adds)
         inbox = Inbox(request.request_id for request in requests)
-        for request in requests:
-            self._inboxes[request.request_id] = inbox
-        self._send_adds(process, [add for add in adds if self._quarantine.enter(add)])
+        for add in adds:
+            flight = _Flight(add, inbox, is_pinned=replica is not None)
+            self._flights[add.request.request_id] = flight
+        self._send([add for add in adds if self._quarantine.enter(add)], replica)
         return inbox
 
-    def _send_adds(self, process: EngineProcess, adds: list[messages.Add]) -> None:
-        if adds:
-            self._num_sent += len(adds)
-            self._unseen.extend(len(add.request.prompt) for add in adds)
-            process.send(*adds)
+    def _send(self, adds: Sequence[messages.Add], to: Replica | None = None) -> None:
+        """Send requests to the replicas that the router chooses; without any, they fail."""
+        if not adds:
+            return
+        up = self._up if to is None else [to]
+        batches: dict[int, list[messages.Add]] = {}
+        for add in adds:
+            flight = self._flights[add.request.request_id]
+            if not up:
+                flight.inbox.put(WorkerDied(f"{self.health().reason}. Try again in a moment."))
+                continue
+            replica = up[0]
+            if self._router is not None:
+                replica = self.replicas[self._router.route(add.request, [e.index for e in up])]
+            flight.replica = replica
+            batches.setdefault(replica.index, []).append(add)
+        for index, batch in batches.items():
+            self.replicas[index].add(batch)
 
     def abort(self, request_id: str, completed: bool = False) -> None:
         """Abort one request; it has no further outputs. Unknown ids are ignored.
 
         `completed`: the caller has all the output it needs, so the request counts as successful.
         """
-        inbox = self._inboxes.get(request_id)
-        if inbox is None:
+        flight = self._flights.get(request_id)
+        if flight is None:
             return
-        process = self._supervisor.process
-        if process is not None and not self._quarantine.is_held(request_id):
-            process.send(messages.Abort(request_id))
+        if flight.replica is not None and not flight.has_finished:
+            flight.replica.abort(request_id)
         self._forget(request_id, completed)
-        inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
+        flight.inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
     def abort_all(self, error: EngineError) -> None:
         """End every request in flight with `error`."""
-        for inbox in self._open_inboxes():
+        for inbox in _inboxes(self._flights.values()):
             inbox.put(error)
 
-    def _open_inboxes(self) -> list[Inbox]:
-        return list({id(inbox): inbox for inbox in self._inboxes.values()}.values())
-
     def _forget(self, request_id: str, completed: bool) -> None:
-        inbox = self._inboxes.pop(request_id)
-        inbox.open_ids.discard(request_id)
+        flight = self._flights.pop(request_id)
+        flight.inbox.open_ids.discard(request_id)
         self.num_finished += 1
-        released = self._quarantine.leave(request_id, completed)
-        if self._supervisor.process is not None:
-            self._send_adds(self._supervisor.process, released)
+        if self._router is not None:
+            self._router.ended(request_id)
+        self._send(self._quarantine.leave(request_id, completed))
+
+    def on_outputs(self, replica: Replica, outputs: list[Output]) -> None:
+        flights = self._flights
+        for output in outputs:
+            flight = flights.get(output.request_id)
+            # Else the request was aborted while the step ran, or was sent to another replica.
+            if flight is not None and flight.replica is replica:
+                if not flight.has_output:
+                    flight.has_output = True
+                    if self._router is not None:
+                        self._router.prompt_computed(output.request_id)
+                if output.finish is not None:
+                    self._finished(flight, output)
+                flight.inbox.put(output)
+
+    def _finished(self, flight: _Flight, output: Output) -> None:
+        flight.has_finished = True
+        if self._router is not None:
+            num_output = output.timeline.num_output if output.timeline is not None else None
+            self._router.ended(output.request_id, num_output)
+
+    def on_refused(self, replica: Replica, refused: messages.Refused) -> None:
+        flight = self._flights.get(refused.request_id)
+        if flight is not None and flight.replica is replica:
+            flight.inbox.put(refusal_error(refused.kind, refused.message, refused.param))
+
+    def on_step_failed(self, failed: messages.StepFailed) -> None:
+        """Give the requests of a failed step a strike; the engine reports the error of its own ones."""
+        self._quarantine.strike(failed.fingerprints, f"a step failed with {failed.error}")
+        for request_id, blocked in self._quarantine.blocked_in_flight().items():
+            if self._quarantine.is_held(request_id):
+                self._flights[request_id].inbox.put(blocked)
+
+    def on_stats_of(self, replica: Replica, stats: EngineStats, last: EngineStats) -> None:
+        if self.on_stats is not None:
+            self.on_stats(replica.index, stats, last)
+
+    def on_traces_of(self, _replica: Replica, traces: list[RequestTrace]) -> None:
+        if self.on_traces is not None:
+            self.on_traces(traces)
+
+    # ---- all replicas ------------------------------------------------------------------------
+
+    @property
+    def _restartable(self) -> list[Replica]:
+        """The replicas that run or will run again; all, if there are none."""
+        return [each for each in self.replicas if not each.supervisor.has_failed] or self.replicas
+
+    @property
+    def _up(self) -> list[Replica]:
+        """The replicas that would answer now."""
+        return [each for each in self.replicas if each.health().ok]
+
+    def _check_all_up(self) -> None:
+        """Raise WorkerDied if a replica is down that will run again."""
+        for replica in self._restartable:
+            replica.supervisor.check_running()
+
+    async def _on_all_or_undo(
+        self,
+        call: Callable[[Replica], Coroutine[Any, Any, None]],
+        undo: Callable[[Replica], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Call every replica; if one raises, undo the others and raise its error."""
+        replicas = self._restartable
+        results = await asyncio.gather(*map(call, replicas), return_exceptions=True)
+        errors = [each for each in results if each is not None]
+        if errors:
+            done = [each for each, error in zip(replicas, results, strict=True) if error is None]
+            await asyncio.gather(*map(undo, done))
+            raise errors[0]
 
     async def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache of unused blocks; returns their number."""
-        reply = await self._call(messages.ResetPrefixCache, messages.CacheReset)
-        return reply.num_blocks
+        """Empty the prefix caches of unused blocks; returns their number."""
+        self._check_all_up()
+        counts = await asyncio.gather(*(each.reset_prefix_cache() for each in self._up))
+        self._caches_lost()
+        return sum(counts)
+
+    def _caches_lost(self) -> None:
+        if self._router is not None:
+            for replica in self.replicas:
+                self._router.cache_lost(replica.index)
 
     async def trace(self, request_id: str) -> RequestTrace | None:
         """The trace so far of a running request; None: it has ended."""
-        reply = await self._call(
-            partial(messages.GetTrace, request_id=request_id), messages.TraceReply
-        )
-        return reply.trace
+        for replica in self.replicas:
+            if request_id in replica.untraced:
+                return await replica.trace(request_id)
+        return None
 
-    async def memory(self) -> Memory:
-        """The engine's current memory report."""
-        return (await self._call(messages.GetMemory, messages.MemoryReply)).memory
+    async def memory(self) -> dict[int, Memory]:
+        """The current memory report of each replica that is up, by its index."""
+        up = self._up
+        if not up:
+            self._check_all_up()
+        reports = await asyncio.gather(*(each.memory() for each in up))
+        return {each.index: report for each, report in zip(up, reports, strict=True)}
 
     async def sleep(self) -> None:
-        """Release the engine's memory and keep its process; no request may be in flight."""
-        await self._sleep_or_wake(messages.Sleep)
+        """Release the memory of all engines and keep the processes; no request may be in flight."""
+        await self._on_all_or_undo(Replica.sleep, Replica.wake)
+        self._caches_lost()
 
     async def wake(self) -> None:
         """Undo `sleep`; an engine that was restarted since is awake already."""
-        await self._sleep_or_wake(messages.Wake)
-
-    async def _sleep_or_wake(self, call: type[messages.Sleep] | type[messages.Wake]) -> None:
-        with self._supervisor.expect_silence():
-            reply = await self._call(call, messages.MemoryReply, _SLEEP_TIMEOUT_S)
-        if reply.kind:
-            raise build_error(reply.kind, reply.message)
+        await self._on_all_or_undo(Replica.wake, _keep)
 
     async def stop_process(self) -> None:
-        """Stop the engine process until `start_process`; no request may be in flight."""
-        await self._supervisor.stop_process()
-        self._pending_calls.fail("the engine process was stopped until the server is woken")
+        """Stop the engine processes until `start_process`; no request may be in flight."""
+        self._check_all_up()
+        await asyncio.gather(*(each.stop_process() for each in self._up))
 
     async def start_process(self) -> None:
-        """Start the engine again; on an error it stays stopped."""
-        await self._supervisor.start_process()
-
-    async def _call(
-        self,
-        make_call: Callable[[int], messages.Call],
-        reply_type: type[T],
-        timeout_s: float = _REPLY_TIMEOUT_S,
-    ) -> T:
-        send = self._supervisor.running.send
-        return await self._pending_calls.call(make_call, reply_type, send=send, timeout_s=timeout_s)
+        """Start the engines again; on an error all stay stopped."""
+        await self._on_all_or_undo(
+            lambda each: each.supervisor.start_process(), Replica.stop_process
+        )
 
     async def change_adapter(self, change: Change) -> int:
-        """Load or unload an adapter; returns the number of running requests that still use it."""
-        return await self.adapters.change(change, self._supervisor.running.send)
+        """Load or unload an adapter in all replicas or none.
 
-    def on_message(self, message: messages.FromEngine) -> None:
-        match message:
-            case messages.Outputs(outputs):
-                inboxes = self._inboxes
-                for output in outputs:
-                    inbox = inboxes.get(output.request_id)
-                    if inbox is not None:  # else the request was aborted while the step ran
-                        inbox.put(output)
-            case messages.Refused(request_id, kind, text, param):
-                if (refused := self._inboxes.get(request_id)) is not None:
-                    refused.put(refusal_error(kind, text, param))
-            case messages.StepFailed(fingerprints, error):
-                self._step_failed(fingerprints, error)
-            case messages.Stats(stats, num_adds):
-                self._update_stats(stats, num_adds)
-            case messages.AdapterReply():
-                self.adapters.on_reply(message)
-            case messages.Traces(traces):
-                if self.on_traces is not None:
-                    self.on_traces(traces)
-            case messages.CacheReset() | messages.TraceReply() | messages.MemoryReply():
-                self._pending_calls.on_reply(message)
+        Returns the number of running requests that still use it. A replica that is down could not
+        say whether it can load the adapter: the change is refused until it is back.
+        """
+        self._check_all_up()
+        return await self.adapters.change(change, self._restartable)
 
-    def _step_failed(self, running: list[bytes], error: str) -> None:
-        """Give the requests of a failed step a strike; the engine reports the error of its own ones."""
-        self._quarantine.strike(running, f"a step failed with {error}")
-        for request_id, blocked in self._quarantine.blocked_in_flight().items():
-            if self._quarantine.is_held(request_id):
-                self._inboxes[request_id].put(blocked)
-
-    def _update_stats(self, stats: EngineStats, num_adds: int) -> None:
-        last, self.stats = self.stats, stats
-        while len(self._unseen) > self._num_sent - num_adds:
-            self._unseen.popleft()
-        if self.on_stats is not None:
-            self.on_stats(stats, last)
+    def on_adapter_reloaded(self, replica: Replica, reply: messages.AdapterReply) -> None:
+        change = reply.change
+        if not (reply.kind and isinstance(change, messages.LoadAdapter)):
+            return
+        if self.adapters.reload_failed(change):
+            _log.error(
+                "%s was unloaded: a restarted engine cannot load it: %s", change.name, reply.message
+            )
+            others = [each for each in self._restartable if each is not replica]
+            unload = asyncio.create_task(unload_from(others, change.name))
+            self._unloads.add(unload)
+            unload.add_done_callback(self._unloads.discard)
 
     # ---- state -------------------------------------------------------------------------------
 
     @property
     def report(self) -> EngineReport:
-        """The engine's report of its last start."""
-        if self._report is None:
-            raise EngineError(self.health().reason)
-        return self._report
+        """The report of the replica with the fewest KV blocks: its limits hold for all."""
+        return min(
+            (each.report for each in self.replicas), key=lambda each: each.capacity.num_blocks
+        )
 
     @property
-    def pid(self) -> int | None:
-        """The engine's process id; None while no process runs."""
-        return self._supervisor.pid
+    def max_num_seqs(self) -> int:
+        """Requests that all replicas together run at once."""
+        return sum(each.report.max_num_seqs for each in self._restartable)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._inboxes)
+        return len(self._flights)
 
     @property
     def backlog(self) -> Backlog:
-        stats = self.stats
-        unseen = sum(self._unseen) + self._quarantine.num_held_tokens
+        all_backlogs = [each.backlog for each in self.replicas]
+        quarantine = self._quarantine
         return Backlog(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_unseen=len(self._unseen) + self._quarantine.num_held,
-            num_tokens=stats.num_waiting_tokens + unseen,
+            num_running=sum(each.num_running for each in all_backlogs),
+            num_waiting=sum(each.num_waiting for each in all_backlogs),
+            num_unseen=sum(each.num_unseen for each in all_backlogs) + quarantine.num_held,
+            num_tokens=sum(each.num_tokens for each in all_backlogs) + quarantine.num_held_tokens,
         )
 
     def health(self) -> Health:
-        """Whether the engine would answer a request now, and the reason if not."""
-        return self._supervisor.health()
+        """Whether a request would be answered now, and why not, or which replicas are down."""
+        all_health = [each.health() for each in self.replicas]
+        reason = "; ".join(each.reason for each in all_health if not each.ok)
+        if all(each.ok for each in all_health):
+            return Health(True)
+        if any(each.ok for each in all_health):
+            return Health(True, reason, "degraded")
+        return Health(False, reason)
+
+
+async def _keep(_replica: Replica) -> None:
+    """Undo nothing: an engine that is awake stays so."""
+
+
+def _inboxes(flights: Iterable[_Flight]) -> list[Inbox]:
+    return list({id(flight.inbox): flight.inbox for flight in flights}.values())
 
 
 def _end_error(
-    inbox: Inbox, how: str, *, started: set[str], blocked: Mapping[str, EngineError]
+    lost: Collection[str], how: str, *, started: Collection[str], blocked: Mapping[str, EngineError]
 ) -> EngineError:
-    """The error that ends the requests of an inbox after their engine has died."""
-    for request_id in inbox.open_ids & blocked.keys():
-        return blocked[request_id]
-    if inbox.open_ids & started:
+    """The error that ends the lost requests of one response after their engine has ended."""
+    for request_id in lost:
+        if request_id in blocked:
+            return blocked[request_id]
+    if any(request_id in started for request_id in lost):
         return WorkerDied(
             f"{how} while this request was running. Send it again; if the engine fails once more "
             "while it is running, it will be blocked."

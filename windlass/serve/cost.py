@@ -59,11 +59,11 @@ class _Sample:
 
 
 class Price:
-    """The price of engine time."""
+    """The price of engine time: replicas share the price of the machine."""
 
-    def __init__(self, per_hour: float) -> None:
+    def __init__(self, per_hour: float, num_replicas: int = 1) -> None:
         self.per_hour = per_hour
-        self.per_second = per_hour / 3600
+        self.per_second = per_hour / 3600 / num_replicas  # of one replica
 
     def of(self, traces: Iterable[RequestTrace]) -> Cost:
         """The cost of requests, from their shares of the step time."""
@@ -87,6 +87,8 @@ class CostTracker:
         self._model = model
         self._clock = clock
         self._samples: deque[_Sample] = deque([_Sample(at=clock())])
+        self._began = self._samples[0].at
+        self._seen_at: dict[int, float] = {}  # time of each replica's last stats
         self._saved_usd = 0.0
         self._by_key: defaultdict[str, Cost] = defaultdict(Cost)
         self._create_metrics(registry)
@@ -128,8 +130,8 @@ class CostTracker:
 
     # ---- input -------------------------------------------------------------------------------
 
-    def observe(self, stats: EngineStats, last: EngineStats) -> None:
-        """Add the engine time between two stats of the engine."""
+    def observe(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
+        """Add the engine time between two stats of a replica."""
         rate, now, then = self.price.per_second, stats.account, last.account
         before = self._samples[-1]
         prefill = (now.prefill_s - then.prefill_s) * rate
@@ -137,7 +139,10 @@ class CostTracker:
         idle = (now.idle_s - then.idle_s) * rate
         if then == Account():  # a new engine: the time in which it was loading or asleep is idle
             known_s = now.prefill_s + now.decode_s + now.idle_s
-            idle += max(0.0, self._clock() - before.at - known_s) * rate
+            idle += (
+                max(0.0, self._clock() - self._seen_at.get(replica, self._began) - known_s) * rate
+            )
+        self._seen_at[replica] = self._clock()
         for phase, dollars in zip(_PHASES, (prefill, decode, idle), strict=True):
             # Rounding can make differences of long sums slightly negative.
             self._usd.labels(self._model, phase).inc(max(0.0, dollars))
@@ -222,9 +227,10 @@ def cost_json(cost: Cost) -> dict[str, float]:
 
 
 def make_cost_tracker(
-    price_per_hour: float | None, model: str, registry: CollectorRegistry
+    price_per_hour: float | None, model: str, registry: CollectorRegistry, num_replicas: int = 1
 ) -> CostTracker | None:
     """Create the tracker; None: no price is set."""
     if price_per_hour is None:
         return None
-    return CostTracker(Price(price_per_hour), model, registry=registry, clock=time.monotonic)
+    price = Price(price_per_hour, num_replicas)
+    return CostTracker(price, model, registry=registry, clock=time.monotonic)

@@ -6,7 +6,7 @@ The endpoints, admission control and sleep mode use this protocol. client.py imp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Protocol
 
 from windlass.core.card import EngineReport
@@ -19,17 +19,40 @@ from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox
 
 
-class EngineHandle(Protocol):
-    """An engine as the HTTP process uses it. All methods belong to one event loop."""
+class EngineReplica(Protocol):
+    """One engine of a handle."""
 
+    index: int
     stats: EngineStats
+
+    def generate(self, request: NewRequest, tracked: bool) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request that this replica computes."""
+        ...
+
+    @property
+    def report(self) -> EngineReport: ...
+
+    def health(self) -> Health: ...
+
+
+class EngineHandle(Protocol):
+    """One engine, or several replicas of it, as the HTTP process uses them.
+
+    All methods belong to one event loop.
+    """
+
     adapters: AdapterRegistry
     num_finished: int
-    failed: asyncio.Event  # set when the engine is not restarted any more
-    # Called with the current and the previous stats of one engine process.
-    on_stats: Callable[[EngineStats, EngineStats], None] | None
-    # Called with the traces of ended requests; None: the engine died with those it had.
-    on_traces: Callable[[list[RequestTrace] | None], None] | None
+    failed: asyncio.Event  # set when no replica is restarted any more
+    # Called with a replica's index, and the current and the previous stats of its engine process.
+    on_stats: Callable[[int, EngineStats, EngineStats], None] | None
+    # Called with the traces of ended requests.
+    on_traces: Callable[[list[RequestTrace]], None] | None
+    # Called with the ids of requests whose traces were lost with their engine.
+    on_traces_lost: Callable[[Collection[str]], None] | None
+
+    @property
+    def replicas(self) -> Sequence[EngineReplica]: ...
 
     async def start(self) -> EngineReport:
         """Start the engine and wait until it is ready; raises the build's error."""
@@ -79,8 +102,8 @@ class EngineHandle(Protocol):
         """The trace so far of a running request; None: it has ended."""
         ...
 
-    async def memory(self) -> Memory:
-        """The engine's current memory report."""
+    async def memory(self) -> dict[int, Memory]:
+        """The current memory report of each replica that is up, by its index."""
         ...
 
     async def sleep(self) -> None:
@@ -96,20 +119,25 @@ class EngineHandle(Protocol):
         """Start the engine again; on an error it stays stopped."""
 
     async def change_adapter(self, change: Change) -> int:
-        """Load or unload an adapter; returns the number of running requests that still use it."""
+        """Load or unload an adapter in all replicas or none.
+
+        Returns the number of running requests that still use it.
+        """
         ...
 
     @property
     def report(self) -> EngineReport:
-        """The engine's report of its last start."""
+        """The limits that hold for all replicas."""
         ...
 
     @property
-    def num_in_flight(self) -> int: ...
+    def max_num_seqs(self) -> int:
+        """Requests that all replicas together run at once."""
+        ...
 
     @property
     def backlog(self) -> Backlog: ...
 
     def health(self) -> Health:
-        """Whether the engine would answer a request now, and the reason if not."""
+        """Whether a request would be answered now, and why not, or which replicas are down."""
         ...

@@ -22,9 +22,11 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Health:
+    """`reason`: why it is not ok, or what is degraded. `status`: the response's field with a reason."""
+
     ok: bool
     reason: str = ""
-    status: str = "unavailable"  # the response's `status` field if not ok
+    status: str = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)

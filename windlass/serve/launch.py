@@ -123,11 +123,12 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
     """Start the engine and serve until `stop` is set or the engine has failed for good."""
     client = parts.client
     engine = asyncio.create_task(client.start())
-    # The engine process starts now and imports its modules while this process does the same.
-    await asyncio.sleep(0)
+    # The engine processes start now and import their modules while this process does the same.
+    await asyncio.sleep(0)  # runs `start`, which makes a task per replica
+    await asyncio.sleep(0)  # runs these tasks
     try:
         card = parts.open_card()
-        await asyncio.sleep(0)  # sends the build to the engine process
+        await asyncio.sleep(0)  # sends the build to the engine processes
         from windlass.serve.server import Server
 
         server = Server(client, card, config=parts.config, listener=parts.listener)

@@ -1,4 +1,4 @@
-"""The deep health check: the engine generates one token, which detects a hang anywhere.
+"""The deep health check: an engine generates one token, which detects a hang anywhere.
 
 The endpoint needs no key, so a probe must be cheap, and it must not fail under load: one probe runs
 at a time, all callers share its result, and it goes ahead of the queue.
@@ -17,7 +17,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import PROBE_PRIORITY, EngineStats, NewRequest
 from windlass.errors import EngineError
-from windlass.serve.handle import EngineHandle
+from windlass.serve.handle import EngineReplica
 
 _TIMEOUT_S = 10.0
 _POLL_S = 0.1  # the interval of the engine's stats
@@ -33,15 +33,15 @@ class ProbeResult:
 
 
 class GenerateProbe:
-    """Owns the probe in flight and the latest result."""
+    """Owns the probe in flight of one replica and the latest result."""
 
     def __init__(
         self,
-        client: EngineHandle,
+        replica: EngineReplica,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
+        self._replica = replica
         self._tokenizer = tokenizer
         self._clock = clock
         self._numbers = itertools.count()
@@ -57,12 +57,12 @@ class GenerateProbe:
         return await asyncio.shield(task)
 
     async def _probe(self) -> ProbeResult:
-        began, computed = self._clock(), _num_computed(self._client.stats)
+        began, computed = self._clock(), _num_computed(self._replica.stats)
         token = asyncio.create_task(self._generate())
         try:
             while not token.done():
                 await asyncio.wait({token}, timeout=_POLL_S)
-                stats = self._client.stats
+                stats = self._replica.stats
                 if stats.num_waiting and _num_computed(stats) > computed:
                     break  # the probe waits for a slot, but the engine computes other requests
                 if self._clock() - began > _TIMEOUT_S:
@@ -79,12 +79,12 @@ class GenerateProbe:
 
     async def _generate(self) -> None:
         request = NewRequest(
-            f"health-{next(self._numbers)}",
+            f"health-{self._replica.index}-{next(self._numbers)}",
             self._tokenizer.encode("Hi")[:8],
             SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
             priority=PROBE_PRIORITY,
         )
-        async with aclosing(self._client.generate(request, tracked=False)) as outputs:
+        async with aclosing(self._replica.generate(request, tracked=False)) as outputs:
             async for _ in outputs:
                 pass
 

@@ -1,10 +1,10 @@
 """Prevents a request that kills the engine from killing it repeatedly.
 
-A request that is running when the engine dies, hangs or fails a step gets a strike. Requests with
-one strike are suspects: only one suspect runs at a time (beside other requests), so that an innocent
-request does not get a second strike. Two strikes block a request for BLOCKED_S. A request that
-completes loses its strike. Requests are identified by their content, so that a client's retry counts
-as the same request.
+A request that is running when its engine dies, hangs or fails a step gets a strike. Requests with
+one strike are suspects: only one suspect runs at a time, beside other requests and in one of all
+replicas, so that an innocent request does not get a second strike. Two strikes block a request for
+BLOCKED_S. A request that completes loses its strike. Requests are identified by their content, so
+that a client's retry counts as the same request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Quarantine:
         self._suspects: dict[bytes, _Suspect] = {}
         self._in_flight: dict[str, bytes] = {}  # fingerprints by request id
         self._held: dict[str, Add] = {}
-        self._running: str | None = None  # the suspect that the engine is running
+        self._running: str | None = None  # the suspect that an engine is running
 
     @property
     def num_suspects(self) -> int:
@@ -139,14 +139,6 @@ class Quarantine:
         del self._suspects[key]
         return None
 
-    def in_flight(self, fingerprints: Collection[bytes]) -> set[str]:
-        """The ids of the requests with these fingerprints that the engine has."""
-        return {
-            request_id
-            for request_id, key in self._in_flight.items()
-            if key in fingerprints and request_id not in self._held
-        }
-
     def blocked_in_flight(self) -> dict[str, RequestBlocked]:
         """The error of each request in flight whose content is now blocked."""
         found = {request_id: self._find(key) for request_id, key in self._in_flight.items()}
@@ -156,8 +148,14 @@ class Quarantine:
             if suspect is not None and suspect.strikes >= MAX_STRIKES
         }
 
-    def engine_ended(self) -> None:
-        """Remove all requests in flight; the strikes stay."""
-        self._in_flight.clear()
-        self._held.clear()
-        self._running = None
+    def engine_ended(self, request_ids: Collection[str]) -> list[Add]:
+        """Remove the requests of an engine that ended; the strikes stay.
+
+        Returns the held requests that may run now, in another engine.
+        """
+        for request_id in request_ids:
+            self._in_flight.pop(request_id, None)
+            self._held.pop(request_id, None)
+            if self._running == request_id:
+                self._running = None
+        return self._release()

@@ -151,17 +151,28 @@ class Operations:
         health = self._readiness()
         if not health.ok:
             return _health(health)
-        result = await self._services.probe.run()
-        if result.error is not None:
-            return _health(Health(False, result.error))
-        return reply({"status": "ok", "seconds": round(result.seconds, 4)})
+        running = [
+            probe.run()
+            for probe, replica in zip(
+                self._services.probes, self._services.client.replicas, strict=True
+            )
+            if replica.health().ok
+        ]
+        results = await asyncio.gather(*running)
+        reasons = [health.reason, *(each.error for each in results)]
+        reason = "; ".join(each for each in reasons if each)
+        seconds = [each.seconds for each in results if each.error is None]
+        if not seconds:
+            return _health(Health(False, reason))
+        status = {"status": "degraded", "reason": reason} if reason else {"status": "ok"}
+        return reply({**status, "seconds": round(max(seconds), 4)})
 
     async def version(self) -> Response:
         return reply({"version": importlib.metadata.version("windlass")})
 
     async def metrics(self) -> Response:
-        level, up = self._services.sleeper.level, self._services.client.health().ok
-        body = self._services.metrics.render(up, level)
+        up = [replica.health().ok for replica in self._services.client.replicas]
+        body = self._services.metrics.render(up, self._services.sleeper.level)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     async def load(self) -> Response:
@@ -197,9 +208,10 @@ class AdapterChanges:
 
 
 def _health(health: Health) -> Response:
-    if health.ok:
+    if not health.reason:
         return reply({"status": "ok"})
-    return reply({"status": health.status, "reason": health.reason}, 503)
+    body = {"status": health.status, "reason": health.reason}
+    return reply(body, 200 if health.ok else 503)
 
 
 def make_router(services: Services) -> APIRouter:

@@ -44,7 +44,7 @@ class Services:
     adapter_manager: AdapterManager
     traces: TraceStore
     sleeper: Sleeper
-    probe: GenerateProbe
+    probes: list[GenerateProbe]  # one per replica
     workers: Workers
     template: TemplateProcess | None = None  # None: the model has no chat template
     costs: CostTracker | None = None  # None: no --price-per-hour
@@ -64,19 +64,22 @@ class Services:
 def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
     keys = Keys.of(config)
-    metrics = Metrics(card.name)
+    metrics = Metrics(card.name, len(client.replicas))
     admission = AdmissionControl(config, client, metrics.rejected)
-    costs = make_cost_tracker(config.price_per_hour, card.name, metrics.registry)
+    costs = make_cost_tracker(
+        config.price_per_hour, card.name, metrics.registry, len(client.replicas)
+    )
     traces = TraceStore(costs.charge if costs is not None else lambda _owner, _trace: None)
 
-    def on_stats(stats: EngineStats, last: EngineStats) -> None:
-        metrics.observe_stats(stats, last)
+    def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
+        metrics.observe_stats(stats, last, replica)
         admission.observe(stats, last)
         if costs is not None:
-            costs.observe(stats, last)
+            costs.observe(stats, last, replica)
 
     client.on_stats = on_stats
     client.on_traces = traces.add
+    client.on_traces_lost = traces.lose
     desk = Desk(metrics, config.enable_log_requests)
     recorder = make_recorder(config, card.tokenizer)
     workers, source = Workers(), _template_source(card, config)
@@ -104,7 +107,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         adapter_manager=AdapterManager(client, config.lora_root, card.name),
         traces=traces,
         sleeper=Sleeper(client, desk),
-        probe=GenerateProbe(client, card.tokenizer),
+        probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
         workers=workers,
         template=template,
         costs=costs,

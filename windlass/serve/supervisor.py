@@ -2,7 +2,7 @@
 
 The supervisor notices a dead engine process at once and a hung one by its missing heartbeat. It
 reports the process as unhealthy, ends it, and starts a new one with growing pauses and a limit.
-It knows nothing of requests: client.py fails those.
+It knows nothing of requests: client.py fails or resends those.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class EngineEvents(Protocol):
     def on_end(self, how: str, running: frozenset[bytes]) -> None:
         """The process died or hung while it ran the requests with these fingerprints."""
 
+    def on_failed(self) -> None:
+        """The engine is not restarted any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
@@ -58,11 +61,12 @@ class EngineLaunch:
 
 
 class EngineSupervisor:
-    """Owns one engine process. One event loop, one thread."""
+    """Owns one engine process. One event loop, one thread. `label` begins its error messages."""
 
-    def __init__(self, launch: EngineLaunch, events: EngineEvents) -> None:
+    def __init__(self, launch: EngineLaunch, events: EngineEvents, label: str = "") -> None:
         self._launch_options = launch
         self._events = events
+        self._label = label
         self._build = launch.build
         self._build_known = asyncio.Event()
         if launch.build is not None:
@@ -74,8 +78,8 @@ class EngineSupervisor:
         self._sleeping: asyncio.Event | None = None  # the process was stopped until this is set
         self._num_launches = 0
         self._heartbeat = Heartbeat(launch.hang_timeout)
-        self._down = "the engine has not been started"
-        self.failed = asyncio.Event()  # set when the engine is not restarted any more
+        self._down = f"{label}the engine has not been started"
+        self.has_failed = False  # the engine is not restarted any more
 
     # ---- start and end -----------------------------------------------------------------------
 
@@ -175,7 +179,8 @@ class EngineSupervisor:
                 await process.close()
                 await self._restart(how, starts)
         finally:
-            self.failed.set()
+            self.has_failed = True
+            self._events.on_failed()
 
     async def _wait_for_end(self, process: EngineProcess) -> str:
         """Wait until the process has died or its heartbeat is lost; returns a description."""
@@ -185,10 +190,10 @@ class EngineSupervisor:
             while True:
                 await asyncio.wait({ended}, timeout=heartbeat.interval_s or None)
                 heartbeat.tick()
-                hung = f"the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
+                hung = f"{self._label}the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
                 if ended.done():
                     how = process.describe_exit()
-                    return f"{hung}; {how}" if heartbeat.is_late else how
+                    return f"{hung}; {how}" if heartbeat.is_late else self._label + how
                 if heartbeat.is_lost and self._sleeping is None:
                     return f"{hung} and was killed"
         finally:
@@ -214,7 +219,7 @@ class EngineSupervisor:
             try:
                 await self._launch()
             except (EngineError, OSError, zmq.ZMQError) as error:
-                how = f"the engine could not be restarted: {error}"
+                how = f"{self._label}the engine could not be restarted: {error}"
 
     # ---- state -------------------------------------------------------------------------------
 
@@ -231,10 +236,15 @@ class EngineSupervisor:
     @property
     def running(self) -> EngineProcess:
         """The process; raises WorkerDied while it is down or hangs."""
-        health = self.health()
-        if not health.ok or self._process is None:
-            raise WorkerDied(f"{health.reason}. Try again in a moment.")
+        self.check_running()
+        assert self._process is not None
         return self._process
+
+    def check_running(self) -> None:
+        """Raise WorkerDied unless the engine would answer now."""
+        health = self.health()
+        if not health.ok:
+            raise WorkerDied(f"{health.reason}. Try again in a moment.")
 
     def health(self) -> Health:
         """Whether the engine would answer a request now, and the reason if not."""
@@ -242,7 +252,9 @@ class EngineSupervisor:
             return Health(False, self._down)
         if self._heartbeat.is_late:
             silent_s = self._heartbeat.silent_s
-            return Health(False, f"the engine hangs: no heartbeat for {silent_s:.1f} s")
+            return Health(
+                False, f"{self._label}the engine hangs: no heartbeat for {silent_s:.1f} s"
+            )
         return Health(True)
 
     def expect_silence(self) -> AbstractContextManager[None]:

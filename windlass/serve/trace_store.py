@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from windlass.core.trace import RequestTrace
@@ -62,13 +62,15 @@ class TraceStore:
             entry.lost = True
             self._close(entry)
 
-    def add(self, traces: list[RequestTrace] | None) -> None:
-        """Add the traces of ended requests; None: the engine died, all open entries are lost."""
-        if traces is None:
-            for entry in list(self._by_request.values()):
+    def lose(self, request_ids: Collection[str]) -> None:
+        """Close the entries of these requests: their engine died with the traces."""
+        for request_id in request_ids:
+            entry = self._by_request.pop(request_id, None)
+            if entry is not None:
                 self.mark_lost(entry)
-            self._by_request.clear()
-            return
+
+    def add(self, traces: list[RequestTrace]) -> None:
+        """Add the traces of ended requests."""
         for trace in traces:
             found = self._by_request.pop(trace.request_id, None)
             self._charge(found.owner if found is not None else "", trace)

@@ -1,0 +1,200 @@
+"""Prometheus metrics of one replica, from differences between the stats of its engine process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from windlass.core.types import AdapterStats, EngineStats, GrammarStats
+
+T = TypeVar("T", bound=MetricWrapperBase)
+
+PREFIX = "windlass:"
+COUNTS = tuple(2.0**i for i in range(18))
+
+
+class EngineFamilies:
+    """The metrics of all replicas, which differ in their label `replica`; one engine has no such label."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, num_replicas: int) -> None:
+        self.registry = registry
+        self.labels = ("model_name", "replica")[: 1 + (num_replicas > 1)]
+        self._model_name = model_name
+        self._made: dict[str, MetricWrapperBase] = {}
+
+    def values(self, replica: int) -> tuple[str, ...]:
+        """The values of the labels."""
+        return (self._model_name, str(replica))[: len(self.labels)]
+
+    def get(self, kind: type[T], name: str, make: Callable[[], T]) -> T:
+        """The metric of this name; the first replica makes it."""
+        if name not in self._made:
+            self._made[name] = make()
+        metric = self._made[name]
+        assert isinstance(metric, kind)
+        return metric
+
+
+class EngineMetrics:
+    """The metrics of one replica."""
+
+    def __init__(self, families: EngineFamilies, replica: int) -> None:
+        self._families = families
+        self._labels = families.values(replica)
+        self._engine_metrics()
+        self._adapter_metrics()
+        self._grammar_metrics()
+
+    def _engine_metrics(self) -> None:
+        self._running = self._gauge("num_requests_running", "Running requests.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self.up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._preemptions = self._counter(
+            "num_preemptions", "Running requests that were preempted."
+        )
+        self._queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total",
+            "Tokens per step, sampled at most ten times per second.",
+            COUNTS,
+        )
+
+        self._executors = self._labelled(
+            "steps", "Steps by the executor that computed them.", "executor"
+        )
+        self._executor_refusals = self._labelled(
+            "executor_refusals",
+            "Steps that an executor refused, by reason; a slower executor computed them.",
+            "executor",
+            "reason",
+        )
+        self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._accepted_at = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in the row, from 0.",
+            "position",
+        )
+        self._saved = self._counter(
+            "spec_decode_num_tokens_saved", "Tokens generated without a step of their own."
+        )
+        self._drafting = self._counter("spec_decode_draft_seconds", "Time spent drafting.")
+        self._length = self._gauge(
+            "spec_decode_acceptance_length",
+            "Mean tokens per row with draft tokens, its own sampled token included, since the engine started.",
+        )
+
+    def _adapter_metrics(self) -> None:
+        self._on_device = self._gauge("lora_adapters_on_device", "Adapters in device slots.")
+        self._in_memory = self._gauge("lora_adapters_in_memory", "Adapters in host memory.")
+        self._loaded = self._gauge("lora_adapters_loaded", "Adapters that requests can use.")
+        self._adapter_waiting = self._gauge(
+            "lora_requests_waiting",
+            "Requests that wait for their adapter to load, or for an adapter slot.",
+        )
+        self._reads = self._counter("lora_adapter_reads", "Adapters read into host memory.")
+
+    def _grammar_metrics(self) -> None:
+        self._grammars = self._gauge("grammars", "Grammars of structured outputs in the cache.")
+        self._grammar_bytes = self._gauge("grammar_bytes", "Memory of compiled grammars.")
+        self._grammar_waiting = self._gauge(
+            "grammar_requests_waiting", "Requests whose grammar is being compiled."
+        )
+        self._compilations = self._counter(
+            "grammar_compilations", "Grammar compilations in the sandbox, failed ones included."
+        )
+        self._refusals = self._counter(
+            "grammar_refusals", "Grammars that were invalid or exceeded a limit."
+        )
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        families = self._families
+        make = partial(Gauge, PREFIX + name, help, families.labels, registry=families.registry)
+        return families.get(Gauge, name, make).labels(*self._labels)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return self._labelled(name, help).labels(*self._labels)
+
+    def _labelled(self, name: str, help: str, *labels: str) -> Counter:
+        """A counter with further labels."""
+        families = self._families
+        labels = *families.labels, *labels
+        make = partial(Counter, PREFIX + name, help, labels, registry=families.registry)
+        return families.get(Counter, name, make)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        families = self._families
+        make = partial(
+            Histogram,
+            PREFIX + name,
+            help,
+            families.labels,
+            registry=families.registry,
+            buckets=buckets,
+        )
+        return families.get(Histogram, name, make).labels(*self._labels)
+
+    def observe(self, stats: EngineStats, last: EngineStats) -> None:
+        """Add the difference of two stats of the engine; a new engine counts from zero."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._generated.inc(stats.num_generated_tokens - last.num_generated_tokens)
+        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        self._queries.inc(stats.prefix_queries - last.prefix_queries)
+        self._hits.inc(stats.prefix_hits - last.prefix_hits)
+        self._drafting.inc(stats.drafting_s - last.drafting_s)
+        if stats.num_drafts > last.num_drafts:
+            self._observe_drafts(stats, last)
+        if stats.adapters is not None:
+            self._observe_adapters(stats.adapters, last.adapters)
+        if stats.grammars is not None:
+            self._observe_grammars(stats.grammars, last.grammars)
+        if stats.num_steps > last.num_steps:
+            self._step_tokens.observe(stats.num_step_tokens)
+            self._observe_executors(stats, last)
+
+    def _observe_executors(self, stats: EngineStats, last: EngineStats) -> None:
+        for name, count in stats.executors.items():
+            added = count - last.executors.get(name, 0)
+            self._executors.labels(*self._labels, name).inc(added)
+        for name, reasons in stats.refusals.items():
+            before = last.refusals.get(name, {})
+            for reason, count in reasons.items():
+                added = count - before.get(reason, 0)
+                self._executor_refusals.labels(*self._labels, name, reason).inc(added)
+
+    def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
+        self._on_device.set(stats.num_resident)
+        self._in_memory.set(stats.num_in_memory)
+        self._loaded.set(stats.num_loaded)
+        self._adapter_waiting.set(stats.num_waiting)
+        self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))
+
+    def _observe_grammars(self, stats: GrammarStats, last: GrammarStats | None) -> None:
+        self._grammars.set(stats.num_grammars)
+        self._grammar_bytes.set(stats.num_bytes)
+        self._grammar_waiting.set(stats.num_waiting)
+        self._compilations.inc(stats.num_checks - (last.num_checks if last is not None else 0))
+        self._refusals.inc(stats.num_refusals - (last.num_refusals if last is not None else 0))
+
+    def _observe_drafts(self, stats: EngineStats, last: EngineStats) -> None:
+        self._drafts.inc(stats.num_drafts - last.num_drafts)
+        self._drafted.inc(stats.num_draft_tokens - last.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens - last.num_accepted_tokens)
+        self._saved.inc(stats.num_saved_tokens - last.num_saved_tokens)
+        self._length.set(1 + stats.num_accepted_tokens / stats.num_drafts)
+        before = last.accepted_per_position
+        for at, count in enumerate(stats.accepted_per_position):
+            counted = before[at] if at < len(before) else 0
+            self._accepted_at.labels(*self._labels, str(at)).inc(count - counted)
