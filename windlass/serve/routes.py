@@ -5,6 +5,7 @@ protocol.py validates request bodies, prepare.py builds engine requests and form
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import Awaitable, Callable
 
