@@ -31,6 +31,7 @@ from windlass.errors import ConfigError, EngineError
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
+from windlass.models.stages import check_stages
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
@@ -161,6 +162,7 @@ def build_engine(
     """
     log = _Log()
     requested_spec = config.speculation.spec
+    check_stages(source.hparams, config.parallel.pipeline_parallel_size)
     with _ranks(config, weights, exit_when_lost=exit_when_lost) as ranks:
         log.import_torch()
         from windlass.parallel.groups import connect
@@ -176,7 +178,7 @@ def build_engine(
         ranks.wait_until_ready()
         rank = _build_rank(config, source, log, mesh=connect(ranks.place))
         ranks.wait_until_ready()
-        followers = Followers(ranks)
+        followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)
         return _finish(rank, source, log, requested_spec, followers)
 
@@ -217,7 +219,11 @@ def build_worker(
     _tune_garbage_collector()
     made = rank.made
     memory = RunnerMemory(_owners(made.runner, rank.adapters), rank.weights.parts.device, {})
-    worker = Worker(made.runner, {"sleep": memory.sleep, "wake": memory.wake})
+    worker = Worker(
+        made.runner,
+        {"sleep": memory.sleep, "wake": memory.wake},
+        sends_results=place.rank == config.parallel.last_stage,
+    )
     return worker.handle
 
 
@@ -525,6 +531,7 @@ def make_scheduler(
             lookahead=draft_limits.lookahead,
             lookahead_after_drafts=draft_limits.lookahead_after_drafts,
             drop_drafts_below=draft_limits.drop_drafts_below,
+            num_stages=config.parallel.pipeline_parallel_size,
         ),
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids=eos_ids,

@@ -111,8 +111,11 @@ class Engine:
     def _step_pipelined(self) -> list[Output]:
         """Launch a step, and commit the oldest one when enough are in flight or none can start."""
         outputs: list[Output] = []
-        while self._in_flight and self._in_flight[-1][0].options.next_plan_waits:
-            outputs += self._finish_oldest()
+        # Between pipeline stages a plan has no row of a request whose sample is in flight.
+        if self._in_flight and self._scheduler.num_stages == 1:
+            (latest, _) = self._in_flight[-1]
+            if latest.options.next_plan_waits:
+                outputs += self._finish_oldest()
         plan = self._scheduler.plan(self._clock())
         outputs += self._scheduler.failed
         num_before = len(self._in_flight)

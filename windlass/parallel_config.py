@@ -61,8 +61,6 @@ class ParallelConfig:
         self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:
-        if self.pipeline_parallel_size > 1:
-            raise ConfigError("--pipeline-parallel-size above 1 is not supported yet.")
         if self.data_parallel_size > 1:
             raise ConfigError("--data-parallel-size above 1 is not supported yet.")
 
@@ -70,6 +68,11 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Processes of one replica, on all machines."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def last_stage(self) -> int:
+        """The first rank of the last pipeline stage."""
+        return self.num_ranks - self.tensor_parallel_size
 
     @property
     def ranks_per_node(self) -> int:

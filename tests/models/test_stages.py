@@ -9,17 +9,20 @@ import pytest
 import torch
 
 from tests.models import test_deepseek, test_dense_families, test_networks
-from tests.models.comparison import CPU, logits_of, make_parts, save_tiny
+from tests.models.comparison import CPU, TINY, logits_of, make_parts, save_tiny
+from tests.quant.ranks import Spy
 from windlass.config import ModelConfig
 from windlass.core.kv_layout import KVGroup, KVLayout
-from windlass.errors import CheckpointError, ConfigError
+from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
+from windlass.models.families.registry import read_hparams
 from windlass.models.hparams import HParams
-from windlass.models.loader import load, stored_bytes
+from windlass.models.loader import load
 from windlass.models.network import make_network
 from windlass.models.source import resolve
-from windlass.models.stages import Stage, cut_stages
+from windlass.models.stages import Stage, check_stages, cut_stages
+from windlass.models.transformers_model import TransformersModel
 
 
 @pytest.mark.parametrize(
@@ -44,8 +47,12 @@ def test_the_most_expensive_stage_is_as_cheap_as_possible(
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"size 5: the model has 4 layers.*Use 1 to 4"):
-        cut_stages([1] * 4, 5)
+    hparams = read_hparams({**TINY, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6})
+    with pytest.raises(ConfigError, match=r"size 5: the model has 3 layers.*Use 1 to 3"):
+        check_stages(hparams, 5)
+    foreign = replace(hparams, transformers=TransformersModel.__new__(TransformersModel))
+    with pytest.raises(UnsupportedError, match="runs through transformers' code"):
+        check_stages(foreign, 2)
 
 
 CASES = {
@@ -86,8 +93,9 @@ def test_a_stage_reads_only_its_own_tensors(tmp_path: Path) -> None:
     parts = make_parts(hparams)
     read = []
     for stage in cut_stages([1] * 3, 3):
-        network = make_network(hparams, replace(parts, stage=stage))
-        read.append(set(stored_bytes(network)))
+        spy = Spy(checkpoint)
+        load(make_network(hparams, replace(parts, stage=stage)), spy, CPU)
+        read.append(set(spy.reads))
     first, second, last = read
     assert all(name.startswith("model.layers.1.") for name in second)
     assert "model.embed_tokens.weight" in first

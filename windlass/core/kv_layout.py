@@ -193,6 +193,11 @@ class KVLayout:
         return KVLayout.of(kept, self.block_size)
 
 
+def tokens_in_flight(max_num_batched_tokens: int, num_stages: int) -> int:
+    """Max tokens of the plans before the last commit. The overlapped loop has two plans."""
+    return max(2, num_stages) * max_num_batched_tokens
+
+
 def _merged(groups: Iterable[KVGroup]) -> list[KVGroup]:
     """Join groups that differ in their layers only."""
     layers: dict[KVGroup, tuple[int, ...]] = {}

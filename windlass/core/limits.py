@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.core.kv_layout import KVLayout
+from windlass.core.kv_layout import KVLayout, tokens_in_flight
 from windlass.core.sampling import SamplingParams
 from windlass.errors import CapacityError, ConfigError, RequestError
-
-
-def tokens_in_flight(max_num_batched_tokens: int, num_stages: int) -> int:
-    """Max tokens of the plans before the last commit. The overlapped loop has two plans."""
-    return max(2, num_stages) * max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,11 +245,7 @@ class Scheduler:
         self._count.num_step_tokens = num_tokens
         self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         options = self._drafts.options(step, self.num_pending_admissions)
-        if options is NO_OPTIONS:
-            return plan
-        if self._limits.max_pending == 0:  # no row depends on a plan in flight
-            options = options._replace(next_plan_waits=False)
-        return plan._replace(options=options)
+        return plan if options is NO_OPTIONS else plan._replace(options=options)
 
     @property
     def num_pending_admissions(self) -> int:

@@ -6,7 +6,6 @@ names list rules (tensor_rules.py).
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import cast
 
@@ -41,11 +40,10 @@ from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
-from windlass.models.stages import Stage
+from windlass.models.stages import LAYER, Stage
 from windlass.parallel.mesh import Mesh, SingleRank
 from windlass.quant.packed_method import PackedMethod
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Modules of the first and of the last pipeline stage.
 _FIRST, _LAST = ("model.embed_tokens.", "model.embed_positions."), ("model.norm.", "lm_head.")
 
@@ -395,7 +393,7 @@ class Decoder(Network):
 
     def is_elsewhere(self, name: str) -> bool:
         stage = self.model.stage
-        if found := _LAYER.match(name):
+        if found := LAYER.match(name):
             return int(found[1]) < stage.num_layers and int(found[1]) not in stage.layers
         return (not stage.is_first and name.startswith(_FIRST)) or (
             not stage.is_last and name.startswith(_LAST)

@@ -7,7 +7,6 @@ layer is finished before the next is read, so that peak memory exceeds the resul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -74,16 +73,6 @@ def outline(network: Network) -> None:
         return torch.empty(shape, dtype=target.spec.dtype, device="meta")
 
     _fill(network, empty, ())
-
-
-def stored_bytes(network: Weights) -> dict[str, int]:
-    """Bytes of all ranks' tensors of a network, by their names in the checkpoint."""
-    return {
-        target.name: math.prod(max(size, 0) for size in target.spec.shape)
-        * target.spec.dtype.itemsize
-        for path, module in network.named_modules()
-        for target in _targets(path, module)
-    }
 
 
 def _fill(

@@ -22,7 +22,7 @@ from windlass.models.decoder import Decoder
 from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.network import Parts, kv_layout, make_network
-from windlass.models.stages import Stage, cut_stages
+from windlass.models.stages import Stage, check_stages, cut_stages
 from windlass.parallel.mesh import Mesh
 
 MAX_RANKS = 64
@@ -58,7 +58,8 @@ class RankShape:
         return self.tp if self.expert_parallel else 1
 
     def check(self, hparams: HParams) -> None:
-        """Raise ConfigError if the model has no experts, or too few, for this shape."""
+        """Raise ConfigError if the model has too few layers or experts for this shape."""
+        check_stages(hparams, self.pp)
         if not self.expert_parallel:
             return
         if hparams.moe is None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
+from windlass.models.hparams import HParams
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")  # of a tensor's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,28 @@ class Stage:
         return self.stop == self.num_layers
 
 
+def check_stages(hparams: HParams, num_stages: int) -> None:
+    """Refuse a number of stages that the model does not allow, before any process is started."""
+    if num_stages == 1:
+        return
+    if hparams.transformers is not None:
+        raise UnsupportedError(
+            f"--pipeline-parallel-size {num_stages}: {hparams.architecture} runs through transformers' "
+            "code, which computes all layers. Use one stage."
+        )
+    if num_stages > hparams.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages}: the model has {hparams.num_layers} layers, and "
+            f"every stage needs one. Use 1 to {hparams.num_layers}."
+        )
+
+
 def cut_stages(costs: Sequence[int], num_stages: int) -> list[Stage]:
     """Cut layers into stages so that the most expensive one costs as little as possible.
 
     `costs` are those of each layer, with the head's in the last one.
     """
     num_layers = len(costs)
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {num_stages}: the model has {num_layers} layers, and every "
-            f"stage needs one. Use 1 to {num_layers}."
-        )
     before = [0, *accumulate(costs)]
 
     @cache

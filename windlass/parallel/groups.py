@@ -13,10 +13,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from windlass.parallel.launch import Place
-from windlass.parallel.mesh import Group, Mesh, SingleRank
+from windlass.parallel.mesh import Group, Mesh, PeerGroup, Sending, SingleRank
 
 # A rank that died is noticed by its closed link long before.
 _TIMEOUT = timedelta(minutes=30)
+_TAG = 0  # of tensors that one rank sends to another
 
 
 class GlooGroup:
@@ -54,13 +55,27 @@ class GlooGroup:
         exchange(*flat, list(received), list(sent), options).wait()
         return found.to(x.device)
 
+    def send(self, x: Tensor, to: int) -> Sending:
+        host = x.detach().cpu().contiguous()
+        return self._backend.send([_bytes(host)], to, _TAG)  # type: ignore[attr-defined]
+
+    def receive(self, into: Tensor, source: int) -> None:
+        host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+        self._backend.recv([_bytes(host)], source, _TAG).wait()  # type: ignore[attr-defined]
+        if host is not into:
+            into.copy_(host)
+
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have the same shape, in host memory."""
         own = x.detach().cpu().contiguous()
         found = [torch.empty_like(own) for _ in range(self.size)]
-        flat = [part.view(-1).view(torch.uint8) for part in (own, *found)]
+        flat = [_bytes(part) for part in (own, *found)]
         self._backend.allgather([flat[1:]], [flat[0]]).wait()  # type: ignore[attr-defined]
         return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 def least(group: Group, value: int) -> int:
@@ -74,7 +89,7 @@ def connect(place: Place) -> Mesh:
     rank, tp, size = place.rank, place.parallel.tensor_parallel_size, place.parallel.num_ranks
     store = _store(place)
 
-    def group(name: str, members: Sequence[int]) -> Group:
+    def group(name: str, members: Sequence[int]) -> PeerGroup:
         if len(members) == 1:
             return SingleRank()
         own = c10d.PrefixStore(name, store)

@@ -163,6 +163,10 @@ class Ranks:
         self.send(message)
         return [self._next_reply(index).value for index in range(len(self._links))]
 
+    def reply(self, rank: int) -> bytes:
+        """The next reply of a rank."""
+        return self._next_reply(rank - 1).value
+
     def check(self) -> None:
         """Raise if a rank is lost."""
         if self._failure is not None:

@@ -37,6 +37,26 @@ class Group(Protocol):
         ...
 
 
+class Sending(Protocol):
+    """A tensor on its way to another rank."""
+
+    def wait(self) -> object:
+        """Wait until it has left. Before that, the tensor must not change."""
+        ...
+
+
+class PeerGroup(Group, Protocol):
+    """A group whose ranks also send tensors to one another."""
+
+    def send(self, x: Tensor, to: int) -> Sending:
+        """Send a tensor without waiting. A pair of ranks exchanges tensors in order."""
+        ...
+
+    def receive(self, into: Tensor, source: int) -> None:
+        """Wait for the next tensor of a rank, which has the shape and type of `into`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SingleRank:
     """A group of one rank."""
@@ -55,6 +75,12 @@ class SingleRank:
         del sent, received
         return x
 
+    def send(self, x: Tensor, to: int) -> Sending:
+        raise AssertionError(f"there is no rank {to} to send {x.shape} to")
+
+    def receive(self, into: Tensor, source: int) -> None:
+        raise AssertionError(f"there is no rank {source} to receive {into.shape} from")
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -65,7 +91,7 @@ class Mesh:
     """
 
     tp: Group = field(default_factory=SingleRank)
-    pp: Group = field(default_factory=SingleRank)
+    pp: PeerGroup = field(default_factory=SingleRank)
     ep: Group = field(default_factory=SingleRank)
     world: Group = field(default_factory=SingleRank)
 

@@ -8,6 +8,7 @@ import torch
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
+from windlass.core.kv_layout import KVLayout, tokens_in_flight
 from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
@@ -15,13 +16,14 @@ from windlass.kernels.prepared import Prepared
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
-from windlass.models.network import rank_heads
+from windlass.models.network import Parts, rank_heads
 from windlass.parallel.groups import least
 from windlass.runner import device as found
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
 from windlass.runner.load import Loaded, kv_format_of
+from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
@@ -70,7 +72,7 @@ def make_runner(
     if beside or (one_table and len(layout.groups) > 1):
         layout = layout.without_windows()
         kv_format = replace(kv_format, layout=layout)
-    in_flight = 2 * limits.max_num_batched_tokens  # the overlapped loop has two steps
+    in_flight = tokens_in_flight(limits.max_num_batched_tokens, parts.mesh.pp.size)
     max_blocks = -(-parts.max_positions // size)
     table_bytes = _BLOCK_ID_BYTES * len(layout.groups) * max_blocks
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + table_bytes)
@@ -81,13 +83,14 @@ def make_runner(
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
         config.cache,
-        kv_format.layout,
+        stage_layout(layout, parts),
         parts.device,
         limits.memory_share,
         limits.max_num_seqs * layout.blocks_for(parts.max_positions, in_flight),
         beside=size * beside,
         reserved=sum(reserved.values()),
     )
+    capacity = replace(capacity, layout=layout)  # the scheduler's: all stages have its tables
     num_blocks = least(parts.mesh.world, capacity.num_blocks)
     if num_blocks < capacity.num_blocks:
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
@@ -158,7 +161,10 @@ class _Maker:
         # Two extra pages on CUDA: one for padding rows, one for the KV of draft siblings.
         kv_format = self._kv_format
         cache = cache or KVCache(
-            kv_format.layout, num_blocks + 2 * on_cuda, kv_format.dtype, parts.device
+            stage_layout(kv_format.layout, parts),
+            num_blocks + 2 * on_cuda,
+            kv_format.dtype,
+            parts.device,
         )
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(
@@ -169,13 +175,20 @@ class _Maker:
             scratch=num_blocks,
             num_groups=len(kv_format.layout.groups),
         )
+        pipeline = Pipeline(
+            parts.mesh.pp,
+            hidden_size=self._hparams.hidden_size,
+            dtype=parts.dtype,
+            device=parts.device,
+        )
         runner_parts = RunnerParts(
             network=self._loaded.network,
             cache=cache,
             slots=slots,
-            sampling=self._sampling(slots),
+            sampling=self._sampling(slots) if pipeline.is_last else NoSampling(),
             gemm=self._loaded.gemm,
             workers=parts.workers,
+            pipeline=pipeline,
             coarse_prompts=self._rounds_coarsely(),
         )
         return Runner(runner_parts, self._executors(runner_parts)), cache
@@ -211,6 +224,9 @@ class _Maker:
         """Why no step may be captured or recorded; None: steps may."""
         if self._config.model.enforce_eager:
             return "--enforce-eager"
+        parts = self._loaded.parts
+        if parts.ops.is_triton and parts.mesh.pp.size > 1:
+            return "a pipeline stage is not captured"
         return self._loaded.network.why_eager
 
     def _program(self, parts: RunnerParts) -> list[Executor]:
@@ -223,10 +239,9 @@ class _Maker:
         from windlass.kernels.native.program import ProgramLimits
         from windlass.runner.program import try_program
 
-        assert isinstance(parts.sampling, HostSampling)
         positions = sampled_positions(self._config, self._hparams, self._limits)
         limits = ProgramLimits(self._limits.max_num_batched_tokens, positions)
-        executors, choice = try_program(parts, parts.sampling, limits)
+        executors, choice = try_program(parts, limits)
         self.choices.append(choice)
         return executors
 
@@ -265,6 +280,11 @@ class _Maker:
         del runner
         _free_after_sync(device)
         return {"graphs": max(0, graphs), "activations": activations}
+
+
+def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:
+    """The layout of the layers that this rank computes."""
+    return layout if parts.stage is None else layout.stage(parts.stage.layers)
 
 
 def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from windlass.models.network import Network
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.executor import (
+    PASSED_ON,
     CompletedSamples,
     CompletedStep,
     Executor,
@@ -36,6 +37,7 @@ from windlass.runner.executor import (
     Samples,
 )
 from windlass.runner.inputs import StepInputs, StepShape
+from windlass.runner.pipeline import Pipeline
 from windlass.runner.sampler import score_tokens
 from windlass.runner.sampling import Sampling
 from windlass.runner.slots import SlotTables, to_device
@@ -54,6 +56,7 @@ class RunnerParts:
     sampling: Sampling
     gemm: TorchGemm  # of the network; steps switch its batch-invariant mode
     workers: Workers  # of the network's native kernels
+    pipeline: Pipeline = field(default_factory=Pipeline)
     coarse_prompts: bool = False  # CPU GEMMs quantise prompt activations coarsely
 
 
@@ -178,8 +181,13 @@ class EagerExecutor(Executor):
         ids, batch = step_batch(inputs, parts.slots, parts.cache.layers, self._metadata)
         drafter = self._drafter if shape.draft_length else None
         aux_hidden_states = {} if drafter is None else dict.fromkeys(drafter.layers, ids)
+        pipeline = parts.pipeline
+        x = ids if pipeline.is_first else pipeline.receive(shape.num_tokens)
         with parts.gemm.batch_invariant(shape.batch_invariant):
-            hidden = self._forward(ids, batch, aux_hidden_states)
+            hidden = self._forward(x, batch, aux_hidden_states)
+            if not pipeline.is_last:
+                pipeline.send(hidden)
+                return PASSED_ON
             samples = self._sample(inputs, batch, hidden)
             if drafter is None and not shape.scores_prompts:
                 return SampledStep(inputs, samples)
@@ -193,14 +201,12 @@ class EagerExecutor(Executor):
                 results = _with_drafts(inputs, results, drafter.draft(found, shape.draft_length))
         return CompletedStep(inputs.result(results))
 
-    def _forward(
-        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor]
-    ) -> Tensor:
+    def _forward(self, x: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor]) -> Tensor:
         network = self._parts.network
         if not batch.prompts:
-            return network(ids, batch, aux_hidden_states)
+            return network(x, batch, aux_hidden_states)
         with prompt_spans(self._parts.workers.pool, batch):
-            return network(ids, batch, aux_hidden_states)
+            return network(x, batch, aux_hidden_states)
 
     def _sample(self, inputs: StepInputs, batch: StepBatch, hidden: Tensor) -> Samples:
         if not inputs.requests:

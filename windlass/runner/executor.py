@@ -29,6 +29,10 @@ class CompletedStep:
         return self._result
 
 
+# A pipeline stage before the last has no results.
+PASSED_ON = CompletedStep(StepResult([]))
+
+
 class Samples(Protocol):
     """The results of the rows that sample, in row order, while they arrive."""
 

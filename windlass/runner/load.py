@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, block_size_of, kernel_need, make_network
+from windlass.models.rank_weights import RankShape, rank_network
 from windlass.models.share import share_weights
 from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
@@ -170,18 +171,25 @@ def load_network(
     """
     gemm = None if weights is None else weights.gemm.twin()
     blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm, mesh=mesh)
-    network = make_network(hparams, blueprint.parts)
+    parts, stages = _cut(hparams, blueprint.parts)
+    network = make_network(hparams, parts)
     if weights is None:
-        load(network, checkpoint, blueprint.parts.device)
+        load(network, checkpoint, parts.device)
     else:
-        _check_same_weights(config.model, blueprint.parts.device, weights)
-        share_weights(network, weights.network, blueprint.linears, blueprint.parts.experts)
+        _check_same_weights(config.model, parts.device, weights)
+        share_weights(network, weights.network, blueprint.linears, parts.experts)
     network.check()
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
     experts = [each.prepared for each in stored if isinstance(each, ExpertStack) and each.prepared]
-    choices = [*network.choices, *blueprint.choices, *memory(stored), *_expert_choices(experts)]
+    choices = [
+        *network.choices,
+        *blueprint.choices,
+        *stages,
+        *memory(stored),
+        *_expert_choices(experts),
+    ]
     if blueprint.parts.mesh.ep.size > 1:
         combines = [each for each in network.modules() if isinstance(each, ExpertCombine)]
         choices += dict.fromkeys(each.choice for each in combines)
@@ -190,12 +198,28 @@ def load_network(
     return Loaded(
         config=config.model,
         network=network,
-        parts=blueprint.parts,
+        parts=parts,
         gemm=blueprint.linears.gemm,
         weight_bytes=network.weight_bytes,
         choices=choices,
         why_not_batch_invariant=network.why_eager or _why_not_batch_invariant(layers, experts),
     )
+
+
+def _cut(hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
+    """The parts with this rank's pipeline stage, and the line of the start-up table."""
+    count = parts.mesh.pp.size
+    if count == 1:
+        return parts, []
+    mesh = parts.mesh
+    shape = RankShape(tp=mesh.tp.size, pp=count, expert_parallel=mesh.ep.size > 1)
+    network = rank_network(hparams, parts, shape)
+    stages = network.stages(count)
+    layers = " + ".join(str(len(stage.layers)) for stage in stages)
+    held = " + ".join(found.gib(network.stage_bytes(stage)) for stage in stages)
+    value, why = f"{count} stages of {layers} layers", f"{held} of weights on a rank of each"
+    choice = Choice("pipeline", value, why)
+    return replace(parts, stage=stages[parts.mesh.pp.rank]), [choice]
 
 
 def _check_same_weights(config: ModelConfig, device: torch.device, weights: Loaded) -> None:

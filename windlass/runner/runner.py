@@ -28,6 +28,8 @@ class Followers(Protocol):
 
     def announce(self, plan: StepPlan) -> None: ...
 
+    def result(self) -> PendingStep: ...
+
     def lost(self, error: BaseException) -> EngineError: ...
 
 
@@ -100,9 +102,10 @@ class Runner:
         """Run a plan on all ranks. One that fails here is the end: the others are in the middle of it."""
         followers.announce(plan)
         try:
-            return self._launch(self._apply(plan))
+            own = self._launch(self._apply(plan))
         except Exception as error:
             raise followers.lost(error) from error
+        return own if self._parts.pipeline.is_last else followers.result()
 
     def attach(self, drafter: Drafter) -> None:
         """Add a drafter, which runs in steps with a `draft_length`."""

@@ -1,11 +1,12 @@
 """A rank beside rank 0: runs the plans that rank 0 announces, with its own runner.
 
-All ranks compute the same logits and draw the same noise, so every rank samples the same tokens and
-none are sent.
+All ranks of the last pipeline stage compute the same logits and draw the same noise, so every one of
+them samples the same tokens. If rank 0 is not among them, the first one sends it the results.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -31,6 +32,7 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
 Command = RunPlan | Call
 
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -42,18 +44,35 @@ class OtherRanks(Protocol):
 
     def ask(self, message: bytes) -> list[bytes]: ...
 
+    def reply(self, rank: int) -> bytes: ...
+
     def lost(self, error: BaseException) -> EngineError: ...
 
 
 class Followers:
     """Announces what rank 0's runner does to the other ranks, before it does it."""
 
-    def __init__(self, ranks: OtherRanks, runner: int = 0) -> None:
+    def __init__(self, ranks: OtherRanks, runner: int = 0, last: int = 0) -> None:
+        """`last`: the first rank of the last pipeline stage, which sends results unless it is rank 0."""
         self._ranks = ranks
         self._runner = runner
+        self._last = last
+        self._arriving: deque[ArrivingStep] = deque()  # results that were not received yet
 
     def announce(self, plan: StepPlan) -> None:
         self._ranks.send(_encoder.encode(RunPlan(self._runner, plan)))
+
+    def result(self) -> ArrivingStep:
+        """The result of the plan announced last, which the last stage will send."""
+        step = ArrivingStep(self)
+        self._arriving.append(step)
+        return step
+
+    def receive_until(self, step: ArrivingStep | None) -> None:
+        """Receive results in the order of the plans; None: of all plans."""
+        while self._arriving and (step is None or step.received is None):
+            oldest = self._arriving.popleft()
+            oldest.received = _decode_result(self._ranks.reply(self._last))
 
     def lost(self, error: BaseException) -> EngineError:
         """The error to raise after a step failed here: the other ranks are in the middle of it."""
@@ -61,7 +80,21 @@ class Followers:
 
     def call(self, name: str, *arguments: str) -> list[bytes]:
         """Call a function of every other rank, and wait for it."""
+        self.receive_until(None)
         return self._ranks.ask(_encoder.encode(Call(name, arguments)))
+
+
+class ArrivingStep:
+    """A step that the other pipeline stages compute."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self.received: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        self._followers.receive_until(self)
+        assert self.received is not None
+        return self.received
 
 
 class Runs(Protocol):
@@ -71,16 +104,22 @@ class Runs(Protocol):
 
 
 class Worker:
-    """Handles the commands of rank 0."""
+    """Handles the commands of rank 0. `sends_results`: rank 0 has no results of its own."""
 
-    def __init__(self, runner: Runs, calls: Mapping[str, Callable[..., bytes | None]]) -> None:
+    def __init__(
+        self,
+        runner: Runs,
+        calls: Mapping[str, Callable[..., bytes | None]],
+        sends_results: bool = False,
+    ) -> None:
         self.runners = {0: runner}
         self._calls = calls
+        self._sends_results = sends_results
 
     def handle(self, message: bytes) -> bytes | None:
         """Run one command; its reply, if it has one."""
         command = _decoder.decode(message)
         if isinstance(command, RunPlan):
-            self.runners[command.runner].run(command.plan)
-            return None
+            result = self.runners[command.runner].run(command.plan)
+            return _encoder.encode(result) if self._sends_results else None
         return self._calls[command.name](*command.arguments) or b""

@@ -79,22 +79,28 @@ class ProgramInputs:
 
 
 class Program:
-    """Owns the commands and their memory. `logits` and `tokens` are those of the last step."""
+    """Owns the commands and their memory.
+
+    `results` are views of what the forward returned, after the last step; `inputs` is a view of what
+    the next step reads beside its tokens, if anything.
+    """
 
     def __init__(
         self,
         pool: Pool,
         recording: Recording,
         *,
-        logits: Tensor,
-        tokens: Tensor,
+        inputs: Tensor | None,
+        results: Sequence[Tensor],
         limits: ProgramLimits,
         max_bytes: int,
     ) -> None:
         self._pool = pool
         self._recording = recording  # owns tensors that commands point into
         calls = fuse(recording.calls)
-        offsets, total = _plan_memory(calls, limits)
+        given = None if inputs is None else recording.buffer_of(inputs)
+        kept = [recording.buffer_of(result) for result in results]
+        offsets, total = _plan_memory(calls, limits, given, kept)
         if total > max_bytes:
             raise ConfigError(
                 f"a step of {limits.tokens} tokens and {limits.rows} sampled rows needs "
@@ -119,14 +125,13 @@ class Program:
         # argmax comes last: steps that sample otherwise leave it out.
         self._num_without_argmax = sum(recorded.op != Op.ARGMAX for recorded in calls)
 
-        def view(tensor: Tensor) -> Tensor:
-            buffer = recording.buffer_of(tensor)
-            start = base + offsets[buffer]
-            raw = self._memory[start : start + limits.rows * buffer.row_bytes]
-            return raw.view(buffer.dtype).view(limits.rows, -1)
+        def view(buffer: Buffer) -> Tensor:
+            start, rows = base + offsets[buffer], _num_rows(buffer, limits)
+            raw = self._memory[start : start + rows * buffer.row_bytes]
+            return raw.view(buffer.dtype).view(rows, -1)
 
-        self.logits = view(logits)
-        self.tokens = view(tokens).numpy()[:, 0]
+        self.inputs = None if given is None else view(given)
+        self.results = [view(buffer) for buffer in kept]
 
     @property
     def num_commands(self) -> int:
@@ -147,31 +152,43 @@ class Program:
 
 
 def record(
-    pool: Pool, forward: Callable[[], tuple[Tensor, Tensor]], limits: ProgramLimits, max_bytes: int
+    pool: Pool,
+    forward: Callable[[], Sequence[Tensor]],
+    limits: ProgramLimits,
+    max_bytes: int,
+    inputs: Tensor | None = None,
 ) -> Program:
-    """Run `forward`, which returns logits and tokens, once without computing.
+    """Run `forward`, which returns the step's results, once without computing.
 
-    A program that needs more than `max_bytes` of memory is a ConfigError.
+    `inputs`: a tensor with a row per token that `forward` reads. A program that needs more than
+    `max_bytes` of memory is a ConfigError.
     """
     recording = Recording()
+    if inputs is not None:
+        recording.read_by_step(inputs)
     with pool.recorded_by(recording), recording:
-        logits, tokens = forward()
+        results = forward()
     return Program(
-        pool, recording, logits=logits, tokens=tokens, limits=limits, max_bytes=max_bytes
+        pool, recording, inputs=inputs, results=results, limits=limits, max_bytes=max_bytes
     )
 
 
-def _plan_memory(calls: Sequence[Recorded], limits: ProgramLimits) -> tuple[dict[Buffer, int], int]:
-    """Return the offset of each buffer, first fit by lifetime, and the total bytes."""
+def _plan_memory(
+    calls: Sequence[Recorded], limits: ProgramLimits, given: Buffer | None, kept: Sequence[Buffer]
+) -> tuple[dict[Buffer, int], int]:
+    """Return the offset of each buffer, first fit by lifetime, and the total bytes.
+
+    `given` is written before the first command, `kept` are read after the last.
+    """
     lifetimes: dict[Buffer, list[int]] = {}  # first and last call
     for at, recorded in enumerate(calls):
         for buffer in recorded.buffers:
             if buffer is not None:
                 lifetimes.setdefault(buffer, [at, at])[1] = at
-    # Results are read after the last command.
-    for buffer in calls[-1].buffers:
-        if buffer is not None:
-            lifetimes[buffer][1] = len(calls)
+    if given is not None:
+        lifetimes[given][0] = -1
+    for buffer in kept:
+        lifetimes[buffer][1] = len(calls)
     placed: list[tuple[int, int, Buffer]] = []  # first byte, end
     offsets: dict[Buffer, int] = {}
     for buffer, (begin, end) in sorted(
@@ -190,6 +207,9 @@ def _plan_memory(calls: Sequence[Recorded], limits: ProgramLimits) -> tuple[dict
     return offsets, max(last for _, last, _ in placed)
 
 
+def _num_rows(buffer: Buffer, limits: ProgramLimits) -> int:
+    return limits.tokens if buffer.rows == TOKENS else limits.rows
+
+
 def _num_bytes(buffer: Buffer, limits: ProgramLimits) -> int:
-    rows = limits.tokens if buffer.rows == TOKENS else limits.rows
-    return -(-rows * buffer.row_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-_num_rows(buffer, limits) * buffer.row_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -93,6 +93,10 @@ class Recording(TorchDispatchMode):
             raise Unrecordable("a native operation reads a tensor that none computed")
         return found
 
+    def read_by_step(self, tensor: Tensor) -> None:
+        """Make a tensor with a row per token an input of the step, which nothing computes."""
+        self._track(tensor, len(tensor), TOKENS)
+
     # ---- native calls ------------------------------------------------------------------------
 
     def add(self, call: Call) -> None:

@@ -1,0 +1,80 @@
+"""How the runner of a pipeline stage gets hidden states, and passes them on.
+
+Every stage knows the number of tokens from the plan, so nothing but the residual stream is sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from windlass.core.types import RowResult, StepPlan
+from windlass.kernels.batch import StepBatch
+from windlass.kernels.storages import Held
+from windlass.parallel.mesh import PeerGroup, Sending, SingleRank
+from windlass.runner.executor import CompletedSamples, Samples
+from windlass.runner.grammar import Matchers
+from windlass.runner.inputs import StepInputs
+
+
+class Pipeline:
+    """The place of a runner's network among the stages. Owns the hidden states that are being sent.
+
+    Without arguments, one stage computes all layers and exchanges nothing.
+    """
+
+    def __init__(
+        self,
+        ranks: PeerGroup | None = None,
+        *,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        """`ranks`: one per stage, in order."""
+        self._ranks = ranks or SingleRank()
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+        self._sent: deque[Sending] = deque()
+        self.is_first = self._ranks.rank == 0
+        self.is_last = self._ranks.rank == self._ranks.size - 1
+
+    def empty(self, num_tokens: int) -> Tensor:
+        """A residual stream [tokens, hidden] without values."""
+        shape = (num_tokens, self._hidden_size)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The residual stream of the stage before, in the order of the plans."""
+        x = self.empty(num_tokens)
+        self._ranks.receive(x, self._ranks.rank - 1)
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Pass the residual stream on without waiting. The caller leaves `x` as it is."""
+        self._sent.append(self._ranks.send(x, self._ranks.rank + 1))
+        # Only so many plans are in flight, so the oldest one has left this stage.
+        while len(self._sent) > self._ranks.size:
+            self._sent.popleft().wait()
+
+
+class NoSampling:
+    """The sampling state of a stage before the last: there is none."""
+
+    grammars: Matchers | None = None
+
+    def storages(self) -> Iterator[Held]:
+        return iter(())
+
+    def apply(self, plan: StepPlan) -> None:
+        del plan
+
+    def finish(
+        self, inputs: StepInputs, logits: Tensor, batch: StepBatch, indices: Tensor
+    ) -> Samples:
+        del inputs, logits, batch, indices
+        return CompletedSamples(list[RowResult]())
