@@ -88,6 +88,15 @@ def test_a_step_that_fills_several_blocks_keeps_the_state_of_each(
         assert built.engine.stats().prefix_hits - hits == length // 4 * 4
 
 
+def test_steps_are_one_native_call_with_the_bits_of_eager_steps(tmp_path: Path) -> None:
+    save("experts", tmp_path)
+    recorded = make(tmp_path, num_blocks=200)
+    steps = next(each for each in recorded.report.choices if each.what == "steps")
+    assert steps.value.startswith("one native call")
+    eager = make(tmp_path, num_blocks=200, enforce_eager=True)
+    assert run(recorded, PROMPTS, logprobs=1) == run(eager, PROMPTS, logprobs=1)
+
+
 def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """The tensors as llama.cpp's converter writes them."""
     config, found = model.config, {}

@@ -23,6 +23,7 @@ from windlass.kernels.native.pool import Workers
 _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
 _MAX_NATIVE_LATENT = 640
+_MAX_NATIVE_CONV = 8
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
 _MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
 
@@ -124,6 +125,16 @@ def _native_latent(need: Need) -> str | None:
     return _no_fp8(need) or _native(need)
 
 
+def _native_mamba(need: Need) -> str | None:
+    heads = need.mamba
+    assert heads is not None
+    if heads.dim % 8 or heads.state_size % 8:
+        return f"the sizes of {heads} are not multiples of 8"
+    if heads.conv_size > _MAX_NATIVE_CONV:
+        return f"the convolution covers {heads.conv_size} tokens, more than {_MAX_NATIVE_CONV}"
+    return _native(need)
+
+
 def _no_fp8(need: Need) -> str | None:
     if need.kv_dtype == torch.float8_e4m3fn:
         return "no fp8 KV cache on a CPU; use --kv-cache-dtype int8"
@@ -191,8 +202,14 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("native", "attention", _native_attention),
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
-    "causal_conv": [Candidate("plain", f"{_MAMBA}:causal_conv", _never)],
-    "selective_scan": [Candidate("plain", f"{_MAMBA}:selective_scan", _never)],
+    "causal_conv": [
+        Candidate("native", "causal_conv", _native_mamba),
+        Candidate("plain", f"{_MAMBA}:causal_conv", _never),
+    ],
+    "selective_scan": [
+        Candidate("native", "selective_scan", _native_mamba),
+        Candidate("plain", f"{_MAMBA}:selective_scan", _never),
+    ],
     "latent_queries": [
         Candidate("triton", f"{_TRITON}.latent:latent_queries", _triton_latent),
         Candidate("native", "latent_queries", _native_latent),

@@ -425,6 +425,62 @@ inline void check_latent(WindlassPool* pool) {
   }
 }
 
+// A convolution over two tokens and one scan, over states in pages that are zero before the first token.
+inline void check_mamba(WindlassPool* pool) {
+  constexpr int heads = 2, dim = 8, size = 16, inner = heads * dim, channels = inner + 2 * size;
+  constexpr int width = inner + channels + heads, recurrent = inner * size, page = recurrent + channels;
+  const Requests requests({{0, 1}, {130, 1}, {5, 33}});
+  const auto rows = static_cast<size_t>(requests.tokens);
+  Floats x = random_floats(rows * width), mixed(rows * channels), out(rows * inner);
+  const Floats weight = random_floats(2 * channels), bias = random_floats(channels);
+  const Floats decay(heads, -0.5f), skip = random_floats(heads), dt_bias = random_floats(heads);
+  Floats pages(static_cast<size_t>(requests.blocks * page));
+  const auto silu = [](double v) { return v / (1.0 + std::exp(-v)); };
+  WindlassCommand conv{}, scan{};
+  conv.op = windlass::kCausalConv;
+  conv.rows = scan.rows = requests.tokens;
+  const int conv_sizes[8] = {inner, channels, 2, width, kPage, 0, page, recurrent};
+  std::copy(conv_sizes, conv_sizes + 8, conv.sizes);
+  conv.step_tensors[0] = scan.step_tensors[0] = x.data();
+  conv.step_tensors[1] = scan.step_tensors[1] = mixed.data();
+  conv.model_tensors[0] = weight.data();
+  conv.model_tensors[1] = bias.data();
+  conv.model_tensors[2] = scan.model_tensors[3] = pages.data();
+  run(pool, conv, requests.step());
+  scan.op = windlass::kSelectiveScan;
+  const int scan_sizes[8] = {heads, dim, 1, size, width, kPage, 0, page};
+  std::copy(scan_sizes, scan_sizes + 8, scan.sizes);
+  scan.step_tensors[2] = out.data();
+  scan.model_tensors[0] = decay.data();
+  scan.model_tensors[1] = skip.data();
+  scan.model_tensors[2] = dt_bias.data();
+  run(pool, scan, requests.step());
+  for (const WindlassRow& row : requests.rows) {
+    Doubles state(recurrent);
+    for (int t = 0; t < row.count; ++t) {
+      const float* own = x.data() + (row.first + t) * width;
+      const float* got = mixed.data() + (row.first + t) * channels;
+      for (int i = 0; i < channels; ++i) {
+        const double before = t > 0 ? own[inner + i - width] : 0.0;
+        const double sum = bias[static_cast<size_t>(i)] + before * weight[static_cast<size_t>(2 * i)] +
+                           own[inner + i] * static_cast<double>(weight[static_cast<size_t>(2 * i + 1)]);
+        expect("causal_conv", got[i], silu(sum), 10 * kClose);
+      }
+      for (int d = 0; d < inner; ++d) {
+        const auto head = static_cast<size_t>(d / dim);
+        const double dt = std::log1p(std::exp(own[width - heads + d / dim] + static_cast<double>(dt_bias[head])));
+        double y = skip[head] * static_cast<double>(got[d]);
+        for (int n = 0; n < size; ++n) {
+          double& at = state[static_cast<size_t>(d * size + n)];
+          at = at * std::exp(dt * decay[head]) + dt * got[d] * got[inner + n];
+          y += at * got[inner + size + n];
+        }
+        expect("selective_scan", out[static_cast<size_t>((row.first + t) * inner + d)], y * silu(own[d]), 30 * kClose);
+      }
+    }
+  }
+}
+
 inline void check_operations(WindlassPool* pool) {
   for (int rows : {1, 5, 40}) {
     for (int width : {1, 8, 50, 576}) {
@@ -435,6 +491,7 @@ inline void check_operations(WindlassPool* pool) {
   }
   for (int rows : {1, 2, 7}) check_per_head(pool, rows);
   check_latent(pool);
+  check_mamba(pool);
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {
       for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, {window, dim});

@@ -41,6 +41,8 @@ class Op(IntEnum):
     ADD = 19
     SIGMOID_GATE = 20
     SPARSE_MIXER = 21
+    CAUSAL_CONV = 22
+    SELECTIVE_SCAN = 23
 
 
 class MapFunction(IntEnum):
@@ -106,6 +108,8 @@ WRITTEN = {
     Op.ADD: (2,),
     Op.SIGMOID_GATE: (2,),
     Op.SPARSE_MIXER: (1,),
+    Op.CAUSAL_CONV: (1,),
+    Op.SELECTIVE_SCAN: (2,),
 }
 
 

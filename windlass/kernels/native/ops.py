@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
-from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.batch import Heads, LayerKV, LayerState, StepBatch
 from windlass.kernels.latent import LatentWeights
+from windlass.kernels.mamba import ScanWeights
 from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.reference import MIXER_LIMIT, ActivationKind
@@ -284,6 +286,55 @@ class NativeOps:
         )
         self.pool.run(call)
 
+    def causal_conv(
+        self,
+        projected: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: MambaHeads,
+        state: LayerState,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens, width = projected.shape
+        out = torch.empty(tokens, heads.channels)
+        sizes = (heads.inner, heads.channels, heads.conv_size, width)
+        call = Call(
+            Op.CAUSAL_CONV,
+            tokens,
+            step_tensors=(projected.contiguous(), out),
+            model_tensors=(weight, bias, state.pages.data_ptr()),
+            sizes=(*sizes, *_state(state, batch), heads.num_recurrent),
+        )
+        self._run(call, batch)
+        return out
+
+    def selective_scan(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        weights: ScanWeights,
+        heads: MambaHeads,
+        state: LayerState,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens, width = projected.shape
+        out = torch.empty(tokens, heads.inner)
+        sizes = (heads.num_heads, heads.dim, heads.num_groups, heads.state_size, width)
+        call = Call(
+            Op.SELECTIVE_SCAN,
+            tokens,
+            step_tensors=(projected.contiguous(), mixed.contiguous(), out),
+            model_tensors=(
+                weights.decay,
+                weights.skip,
+                weights.dt_bias,
+                state.pages.data_ptr(),
+            ),
+            sizes=(*sizes, *_state(state, batch)),
+        )
+        self._run(call, batch)
+        return out
+
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return x[rows], for rows of float32."""
         out = torch.empty(len(rows), x.shape[1])
@@ -372,6 +423,11 @@ def _heads(heads: Heads, kv: LayerKV, batch: StepBatch) -> tuple[int, ...]:
     tables = kv.group * batch.tables[0].numel()
     shape = (heads.num_q, heads.num_kv, heads.dim, kv.block_size)
     return *shape, TYPE_OF[kv.keys.dtype], tables, kv.keys.stride(0) // heads.dim
+
+
+def _state(state: LayerState, batch: StepBatch) -> tuple[int, ...]:
+    tables = state.group * batch.tables[0].numel()
+    return state.block_size, tables, state.pages.stride(0)
 
 
 def _pages(kv: LayerKV) -> tuple[Tensor | int | None, ...]:

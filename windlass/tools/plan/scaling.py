@@ -15,6 +15,7 @@ import torch
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, ShardError
 from windlass.models.card import load_hparams, open_checkpoint
+from windlass.models.network import block_size_of
 from windlass.models.rank_weights import (
     MAX_RANKS,
     RankDemand,
@@ -197,7 +198,7 @@ class ScalingModel:
         )
         self._parts, self._format = made.parts, made.choice
         self._kv_dtype = kv_dtype(config.cache.kv_cache_dtype) or made.parts.dtype
-        self._block_size = config.cache.block_size
+        self._block_size = block_size_of(config.cache.block_size, self.hparams)
         self._limits = config.limits("cuda")
         self._networks: dict[tuple[int, bool], RankNetwork] = {}
         self._kinds: set[KernelKind] = set()

@@ -28,7 +28,12 @@
 //   add       x, y, out                                                    width
 //   sigmoid_gate    x, gate (one per row), out                             width
 //   sparse_mixer    x, out                                                 width; jitter, limit
+//   causal_conv     x, out                  weight, bias or null, states   first column, channels, conv size, x width,
+//                                                                          state ..., offset in a state
+//   selective_scan  x, mixed, out           decay, skip, dt bias, states   heads, head size, groups, state size,
+//                                                                          x width, state ...
 //
+// state ...: positions per page, offset of the layer's block tables, floats from one page to the next.
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables, vectors from one page to the
 // next. lora adds the adapters' output to y, with the matrices of kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
@@ -68,6 +73,8 @@ enum Op : int32_t {
   kAdd,
   kSigmoidGate,
   kSparseMixer,
+  kCausalConv,
+  kSelectiveScan,
 };
 
 // Storage types.

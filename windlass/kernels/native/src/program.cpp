@@ -58,6 +58,10 @@ bool execute(const Run& run) {
       return run_add(run);
     case kSigmoidGate:
       return run_sigmoid_gate(run);
+    case kCausalConv:
+      return run_causal_conv(run);
+    case kSelectiveScan:
+      return run_selective_scan(run);
     case kSparseMixer:
       return run_sparse_mixer(run);
     default:

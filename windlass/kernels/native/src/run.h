@@ -76,6 +76,8 @@ bool run_gelu_mul(const Run& run);
 bool run_map(const Run& run);
 bool run_add(const Run& run);
 bool run_sigmoid_gate(const Run& run);
+bool run_causal_conv(const Run& run);
+bool run_selective_scan(const Run& run);
 bool run_sparse_mixer(const Run& run);
 
 }  // namespace windlass

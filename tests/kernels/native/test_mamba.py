@@ -1,0 +1,49 @@
+"""Native Mamba-2 operations against the definition, and the same bits for any cut of a row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.kernels.test_mamba import (
+    HEADS,
+    by_definition,
+    make_cache,
+    random_rows,
+    step,
+    weights_of,
+)
+from windlass.kernels import mamba
+from windlass.kernels.native import compiled
+from windlass.kernels.native.ops import NativeOps
+
+_COMPILERS, _ = compiled.find_compilers()
+pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
+
+
+@pytest.mark.parametrize("cuts", [[0, 22], [0, 1, 2, 3, 22], [0, 4, 8, 9, 19, 22], [*range(23)]])
+def test_any_cut_gives_the_same_bits(ops: NativeOps, cuts: list[int]) -> None:
+    row, other = random_rows(22, 3)
+    want, _ = step([(0, 0, row)], make_cache(HEADS, 48), layer=0, kernels=ops)
+    expected = by_definition(row, HEADS, weights_of(HEADS))
+    torch.testing.assert_close(want, expected, atol=1e-5, rtol=1e-4)
+    cache, got = make_cache(HEADS, 48), []
+    for start, stop in pairwise(cuts):
+        rows = [(1, 0, other), (0, start, row[start:stop])]
+        out, _ = step(rows, cache, layer=0, kernels=ops)
+        got.append(out[len(other) :])
+    assert torch.equal(torch.cat(got), want)
+
+
+def test_states_are_those_of_the_reference(ops: NativeOps) -> None:
+    rows = [(slot, 0, row) for slot, row in enumerate(random_rows(22, 9))]
+    found = []
+    for kernels in (ops, mamba):
+        cache = make_cache(HEADS, 48)
+        cache._owned[0].zero_()
+        step(rows, cache, layer=2, kernels=kernels)
+        found.append(cache.layers[2].pages)
+    assert int((found[1] != 0).any(1).sum()) == 6 + 3
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
