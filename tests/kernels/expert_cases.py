@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.kernels.triton import experts, experts_kernels, experts_routing
+from windlass.kernels.triton import experts, experts_inputs, experts_kernels, experts_routing
 
 X, F, I, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"  # noqa: E741
 # Hidden size, intermediate size, experts, experts per token.
@@ -19,7 +19,7 @@ FORMS: dict[str, tuple[dict[str, str], int, int]] = {
     "fp8 with 16-bit activations": ({"codes": FP8, "scales": F}, 128, 128),
     "int8": ({"codes": "*i8", "scales": "*fp16", "offsets": "*fp16"}, 32, 32),
     "int4": ({"codes": "*u8", "scales": "*fp16", "offsets": "*fp16"}, 128, 128),
-    "mxfp4": ({"codes": "*u8", "scales": "*u8"}, 32, 32),
+    "mxfp4": ({"codes": "*u8", "scales": "*i32"}, 32, 1),
     "nf4": ({"codes": "*u8", "scales": "*fp16", "table": F}, 64, 64),
     "sub-scales": ({"codes": "*u8", "scales": "*fp16", "sub_scales": "*i8", "table": F}, 32, 256),
 }
@@ -34,10 +34,11 @@ def expert_gemm(
     form: str = "wide",
     divided: bool = False,
 ) -> tuple:
-    """A GEMM of a plan of `PLANS`."""
+    """A GEMM of one of the form's plans."""
     pointers, group, super_group = FORMS[form]
     hidden, inner, _, top_k = model
-    chosen = experts.PLANS[plan]
+    kind = KINDS.get(form, "four")
+    chosen = experts.PLANS[form if form in experts.PLANS else kind][plan]
     tiling = chosen.gate_up if gated else chosen.down
     signature = {
         **dict.fromkeys(("x", "out"), X),
@@ -45,7 +46,7 @@ def expert_gemm(
         "tile_experts": I,
         **{"alpha": "fp32", "limit": "fp32", "M": "i32", "stride": "i32", "prefetched": "i32"},
     }
-    if KINDS.get(form) == "fp8" and chosen.rows > 16:
+    if kind == "fp8" and (gated or chosen.rows > 1):
         signature |= {"x": FP8, "x_scales": F}
     if chosen.rows > 1:
         signature |= {"tile_rows": I, "pairs": I}
@@ -56,7 +57,7 @@ def expert_gemm(
         "N": 2 * inner if gated else hidden,
         "K": hidden if gated else inner,
         "TOP_K": top_k if gated else 1,
-        "FORM": KINDS.get(form, "four"),
+        "FORM": kind,
         "GROUP": group,
         "SUPER": super_group,
         "GATED": gated,
@@ -64,10 +65,11 @@ def expert_gemm(
         "KIND": "clamped" if oss else "silu",
         "ROWS": max(16, chosen.rows),
         "OUTPUTS": tiling.outputs,
-        "BLOCK_K": tiling.block_k if form == "wide" else 128,
+        "BLOCK_K": experts.block_k(kind, tiling),
+        "STAGES": tiling.stages,
         "DIVIDED": divided,
     }
-    warps = experts.num_warps(KINDS.get(form, "four"), chosen.rows, tiling)
+    warps = experts.num_warps(kind, chosen.rows, tiling)
     options = {"num_warps": warps, "num_stages": tiling.stages}
     return experts_kernels.expert_gemm_kernel, signature, constants, options
 
@@ -77,10 +79,11 @@ def routing(
 ) -> tuple:
     signature = {"logits": X, "bias": F, "weights": F, "experts": I, "scale": "fp32"}
     if counted:
-        signature |= {"counts": I, "places": I}
+        signature |= {"counts": I, "places": I, "x": X, "x_codes": FP8, "x_scales": F}
     if divided:
         signature |= {"expert_map": I, "local": I, "load": "*i64"}
     constants: dict[str, Any] = {
+        **{"K": 7168, "BLOCKS": groups > 1},
         **{"NUM_GROUPS": groups, "GROUP_SIZE": size, "TOP_GROUPS": max(1, groups // 2)},
         **{"TOP2": True, "TOP_K": top_k, "SIGMOID": groups > 1, "NORMALISED": True},
         **{"GROUPS_PAD": groups, "SIZE_PAD": size, "TOP_K_PAD": top_k_pad},
@@ -115,23 +118,22 @@ EXPERTS = {
     "gate_up of single pairs, experts divided": expert_gemm(0, QWEN3, True, divided=True),
     "down of single pairs, experts divided": expert_gemm(0, QWEN3, False, divided=True),
     "quantise inputs of experts": (
-        experts_kernels.quantise_inputs_kernel,
+        experts_inputs.quantise_inputs_kernel,
         {"x": X, "codes": FP8, "scales": F, "M": "i32"},
-        {"K": 2880, "ROWS": 16},
-        {},
+        {"K": 2880, "BLOCKS": False, "CHUNK": experts_inputs.CHUNK},
+        {"num_warps": 1},
     ),
     **{
         f"{form} experts, {'gate_up' if gated else 'down'}, plan {plan}": expert_gemm(
             plan, model, gated, form
         )
         for form, model, plan, gated in (
-            *(("fp8", QWEN3, plan, True) for plan in (0, 2, 4)),
-            *(("fp8 in blocks", QWEN3, plan, plan > 0) for plan in (0, 4)),
-            ("fp8 with 16-bit activations", QWEN3, 4, False),
-            ("fp8 in blocks", QWEN3, 4, False),
-            *(("mxfp4", GPT_OSS, plan, gated) for plan in (0, 3, 4) for gated in (True, False)),
+            *(("fp8", QWEN3, plan, gated) for plan in range(6) for gated in (True, False)),
+            *(("fp8 in blocks", QWEN3, plan, gated) for plan in (0, 3) for gated in (True, False)),
+            ("fp8 with 16-bit activations", QWEN3, 3, False),
+            *(("mxfp4", GPT_OSS, plan, gated) for plan in range(4) for gated in (True, False)),
             *((form, QWEN3, 0, False) for form in ("int8", "int4", "nf4", "sub-scales")),
-            *((form, QWEN3, 4, True) for form in ("int8", "int4", "nf4", "sub-scales")),
+            *((form, QWEN3, 3, True) for form in ("int8", "int4", "nf4", "sub-scales")),
         )
     },
     **{
@@ -139,11 +141,11 @@ EXPERTS = {
             plan, model, gated
         )
         for name, model, plan, gated in (
-            *(("Qwen3", QWEN3, plan, gated) for plan in range(5) for gated in (True, False)),
+            *(("Qwen3", QWEN3, plan, gated) for plan in range(4) for gated in (True, False)),
             ("gpt-oss", GPT_OSS, 0, True),
             ("gpt-oss", GPT_OSS, 0, False),
             ("gpt-oss", GPT_OSS, 3, True),
-            ("V2-Lite", V2_LITE, 4, True),
+            ("V2-Lite", V2_LITE, 3, True),
         )
     },
 }

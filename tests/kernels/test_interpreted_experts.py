@@ -119,6 +119,7 @@ def check(
     """
     from windlass.kernels.triton.experts import Plan, Tiling, TritonExperts
 
+    torch.manual_seed(0)
     plan = Plan(float("inf"), rows, Tiling(*tiling), Tiling(*tiling))
     kernel = TritonExperts(plans=(plan,))
     assert kernel.refuse(weights, CPU, torch.float32) is None
@@ -137,7 +138,7 @@ ROUTING = Routing(num_experts=6, top_k=2, normalised=True)
 
 
 @inside
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (5, 1), (1, 16), (21, 16)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (5, 1), (1, 16), (21, 16), (40, 64)])
 @pytest.mark.parametrize(
     ("activation", "biased"),
     [(ExpertActivation(), False), (CLAMPED, True), (ExpertActivation(kind="gelu_tanh"), True)],
@@ -248,7 +249,9 @@ def test_sizes_need_not_be_multiples_of_the_tile() -> None:
 def test_all_plans_compute_the_same() -> None:
     from windlass.kernels.triton.experts import PLANS, TritonExperts
 
-    assert [plan.max_pairs for plan in PLANS] == sorted(plan.max_pairs for plan in PLANS)
+    for plans in PLANS.values():
+        assert [plan.max_pairs for plan in plans] == sorted(plan.max_pairs for plan in plans)
+        assert plans[-1].max_pairs == float("inf")
     weights = make_weights(replace(ROUTING, num_experts=2, top_k=1), hidden=32, inner=16)
     x, logits = torch.randn(56, weights.hidden_size), torch.randn(56, 2)
     mlp = TritonExperts().prepare(weights, torch.float32)

@@ -11,6 +11,7 @@ from windlass.kernels.packed import Table4
 from windlass.quant.base import Part
 from windlass.quant.detect import detect
 from windlass.quant.mxfp4 import Mxfp4
+from windlass.quant.rounding import quantise
 from windlass.quant.shard import Shard
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -36,6 +37,24 @@ def test_codes_and_exponents_are_exact() -> None:
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2).long()
     expected = values[codes] * 2.0 ** (scales.float() - 127).unsqueeze(-1)
     torch.testing.assert_close(form.dequantise(), expected.flatten(1), rtol=0, atol=0)
+
+
+def test_dummy_weights_are_rounded_to_the_format() -> None:
+    """They have the codes and powers of two of a checkpoint, so the same kernels multiply them."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(8, 96, generator=generator) / 50
+    weight[0, :32] = 0
+    form = quantise(weight, Mxfp4(linears()).scheme)
+    assert isinstance(form, Table4)
+    assert form.values.tolist() == [*E2M1, *(-value for value in E2M1)]
+    scales = form.scales.float()
+    assert torch.equal(scales.log2(), scales.log2().round())
+    steps = (form.dequantise() - weight).abs().view(8, 3, 32) / scales.unsqueeze(-1)
+    assert steps.max() <= 2  # values of 6 to 8 become 6
+    assert (steps <= 1).float().mean() > 0.95
+    torch.testing.assert_close(
+        quantise(form.dequantise(), Mxfp4(linears()).scheme).dequantise(), form.dequantise()
+    )
 
 
 def test_an_invalid_exponent_is_refused() -> None:

@@ -11,11 +11,10 @@ from windlass.kernels.packed import Packed, Table4
 from windlass.quant.base import Axis, ParamSpec, Part, check_scales
 from windlass.quant.bits import lossless_half
 from windlass.quant.packed_method import FileMethod, Shape
-from windlass.quant.rounding import Scheme
+from windlass.quant.rounding import DOUBLED_E2M1, Scheme
 
 _GROUP = 32
 _NAN = 255  # of the exponents
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # magnitudes of the codes, times two
 
 
 class Mxfp4(FileMethod):
@@ -26,7 +25,7 @@ class Mxfp4(FileMethod):
 
     @property
     def scheme(self) -> Scheme:
-        return Scheme(self.name, "table4", (_GROUP,))
+        return Scheme(self.name, "mxfp4", (_GROUP,))
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         if num_in % _GROUP:
@@ -48,6 +47,6 @@ class Mxfp4(FileMethod):
         # A block of zeros may have an exponent that float16 lacks; any scale is right for it.
         scales = torch.where((blocks & 0x77).amax(dim=-1) == 0, 0.0, scales)
         table = torch.tensor(
-            [*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8, device=device
+            [*DOUBLED_E2M1, *(-value for value in DOUBLED_E2M1)], dtype=torch.int8, device=device
         )
         return Table4(codes=blocks.flatten(1), table=table, scales=lossless_half(scales), unit=0.5)

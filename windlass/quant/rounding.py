@@ -42,11 +42,12 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
+DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # magnitudes of the codes of MXFP4, times two
 _FLOAT8_MAX = 448.0
 _CHUNK_WEIGHTS = 2**24  # weights quantised at a time; bounds the float32 copies on the device
 
 
-Kind = Literal["int4", "int8", "fp8", "table4"]
+Kind = Literal["int4", "int8", "fp8", "table4", "mxfp4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,19 @@ def _table4(weight: Tensor, scheme: Scheme) -> Packed:
     return Table4(pack_nibbles(codes.flatten(1)), table, scales)
 
 
+def _mxfp4(weight: Tensor, scheme: Scheme) -> Packed:
+    """e2m1 codes with a power of two per group: the largest magnitude becomes 4 to 6."""
+    groups = _grouped(weight, scheme)
+    largest = groups.abs().amax(-1)
+    scales = _nonzero(torch.where(largest > 0, torch.exp2(largest.log2().floor() - 2), 0.0))
+    levels = torch.tensor(DOUBLED_E2M1, device=weight.device)
+    midpoints = (levels[1:] + levels[:-1]) / 4
+    codes = torch.bucketize((groups / scales.unsqueeze(-1)).abs(), midpoints)
+    codes = codes + 8 * (groups < 0)
+    table = torch.cat([levels, -levels]).to(torch.int8)
+    return Table4(pack_nibbles(codes.flatten(1)), table, as_half(scales), unit=0.5)
+
+
 def _affine(groups: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [N, K] from `first` to `last`, scales and offsets that span a group's range evenly."""
     low, high = groups.amin(-1), groups.amax(-1)
@@ -173,4 +187,4 @@ def _nonzero(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
-_QUANTISE = {"int4": _int4, "int8": _int8, "fp8": _float8, "table4": _table4}
+_QUANTISE = {"int4": _int4, "int8": _int8, "fp8": _float8, "table4": _table4, "mxfp4": _mxfp4}

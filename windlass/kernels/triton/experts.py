@@ -2,7 +2,8 @@
 
 The number of tokens alone decides launches and tiles, so that graphs can be captured. With few
 (token, expert) pairs each pair is a tile, and only the chosen experts are read. With more, pairs are
-sorted by expert, and a tile has more rows the more pairs an expert has on average.
+sorted by expert, and a tile has more rows the more pairs an expert has on average: about twice as many,
+so that most experts are read once. A tile that is not full costs as much as a smaller one.
 """
 
 from __future__ import annotations
@@ -20,17 +21,13 @@ from windlass.kernels.experts import ExpertMLP, ExpertWeights
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8
 from windlass.kernels.triton import experts_weights, pdl
-from windlass.kernels.triton.experts_kernels import (
-    combine_kernel,
-    expert_gemm_kernel,
-    quantise_inputs_kernel,
-)
+from windlass.kernels.triton.experts_inputs import BLOCK, ExpertInputs, empty_codes, quantise_inputs
+from windlass.kernels.triton.experts_kernels import combine_kernel, expert_gemm_kernel
 from windlass.kernels.triton.experts_routing import Tiles, route, single_pairs, sort_pairs
-from windlass.kernels.triton.experts_weights import BLOCK, Stack
+from windlass.kernels.triton.experts_weights import Stack
 
 _MAX_EXPERTS, _MAX_TOP_K = 512, 16
 _MIN_ROWS = 16  # of a tile: tensor cores multiply no fewer
-_QUANTISED_ROWS = 16  # rows per program that quantises inputs
 _FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 tensor cores
 _COMBINED = 512  # outputs per program of the sum over experts
 _PREFETCH_BYTES = 8 * 2**20  # bytes of weights that the second GEMM prefetches
@@ -42,7 +39,7 @@ class Tiling:
     """A grouped GEMM's tile: weight rows, inputs per iteration, and launch options."""
 
     outputs: int
-    block_k: int = 64  # of 16-bit weights; other forms have blocks of 128 inputs
+    block_k: int = 64  # of 16-bit weights, and half of that of fp8 ones; else 128
     warps: int = 4
     stages: int = 4
 
@@ -57,29 +54,60 @@ class Plan:
     down: Tiling
 
 
-# In ascending order of `max_pairs`. Outputs of at least 64 keep the sums of all tilings equal: below,
-# Triton uses other instructions.
-PLANS = (
-    Plan(0.5, 1, Tiling(64, 128), Tiling(64, 128)),
-    Plan(8, 16, Tiling(64, 128), Tiling(64, 128)),
-    Plan(24, 32, Tiling(128, 64), Tiling(128, 64)),
-    Plan(96, 64, Tiling(128, 64), Tiling(128, 64)),
-    Plan(512, 128, Tiling(128, 64, warps=8, stages=3), Tiling(128, 64, stages=3)),
-    Plan(float("inf"), 128, Tiling(128, 128, warps=8, stages=3), Tiling(128, 64, stages=3)),
+_MOST = float("inf")
+_CODES = (
+    Plan(0.25, 1, Tiling(64, stages=6), Tiling(64, stages=6)),
+    Plan(8, 16, Tiling(128, stages=5), Tiling(128, stages=5)),
+    Plan(24, 32, Tiling(128, stages=4), Tiling(128, stages=4)),
+    Plan(_MOST, 64, Tiling(128, 64, warps=8, stages=3), Tiling(128, 64, warps=8, stages=3)),
 )
+# By form, in ascending order of `max_pairs`, measured with benchmarks/scripts/moe_kernels.py on an H200.
+# Outputs of at least 64 keep the sums of all tilings equal: below, Triton uses other instructions.
+PLANS: dict[str, tuple[Plan, ...]] = {
+    "wide": (
+        Plan(0.25, 1, Tiling(64, 128), Tiling(64, 128)),
+        Plan(8, 16, Tiling(64, 128), Tiling(64, 128)),
+        Plan(24, 32, Tiling(64, 128), Tiling(64, 128, stages=3)),
+        Plan(_MOST, 128, Tiling(256, 64, warps=8), Tiling(256, 64, warps=8)),
+    ),
+    "fp8": (
+        Plan(0.25, 1, Tiling(64, 128), Tiling(64, 128)),
+        Plan(8, 16, Tiling(64, 128, stages=3), Tiling(128, 64)),
+        Plan(24, 32, Tiling(64, 128, stages=3), Tiling(128, 64)),
+        Plan(96, 64, Tiling(128, 64, stages=3), Tiling(128, 64, stages=3)),
+        Plan(512, 128, Tiling(256, 64, warps=8), Tiling(256, 64, warps=8)),
+        Plan(_MOST, 256, Tiling(128, 64, warps=8), Tiling(128, 64, warps=8)),
+    ),
+    # A second sum per output, of the block, takes as many registers as the first.
+    "fp8 in blocks": (
+        Plan(0.25, 1, Tiling(64, 64), Tiling(64, 64)),
+        Plan(8, 16, Tiling(64, 64), Tiling(128, 64)),
+        Plan(24, 32, Tiling(64, 64), Tiling(128, 64)),
+        Plan(_MOST, 64, Tiling(128, 64, warps=8), Tiling(128, 64, warps=8)),
+    ),
+    "eight": _CODES,
+    "four": _CODES,
+    "e2m1": _CODES,
+}
+
+
+def plans_of(stack: Stack) -> tuple[Plan, ...]:
+    """The plans for a form of weights."""
+    return PLANS["fp8 in blocks" if stack.kind == "fp8" and stack.blocks else stack.kind]
 
 
 class TritonExperts:
     """Supports 16-bit experts and all packed forms, except permuted inputs.
 
-    fp8 forms that quantise activations do so per token and 128 inputs, which is as fine as any of them
-    requires. Other forms keep 16-bit activations.
+    fp8 forms that quantise activations do so per token, and per 128 inputs if weights have scales per
+    block. Other forms keep 16-bit activations.
     """
 
     name = "triton experts"
     batch_invariant = True
 
-    def __init__(self, workers: Workers | None = None, plans: Sequence[Plan] = PLANS) -> None:
+    def __init__(self, workers: Workers | None = None, plans: Sequence[Plan] | None = None) -> None:
+        """`plans`: instead of those of the form."""
         del workers  # of native kernels
         self._plans = plans
 
@@ -115,7 +143,9 @@ def _has_fp8(device: torch.device) -> bool:
 class TritonMLP(ExpertMLP):
     """Owns the prepared weights of one layer."""
 
-    def __init__(self, weights: ExpertWeights, dtype: torch.dtype, plans: Sequence[Plan]) -> None:
+    def __init__(
+        self, weights: ExpertWeights, dtype: torch.dtype, plans: Sequence[Plan] | None
+    ) -> None:
         self._gate_up = experts_weights.prepare(weights.gate_up, dtype)
         self._down = experts_weights.prepare(weights.down, dtype)
         self._biases = tuple(
@@ -127,7 +157,7 @@ class TritonMLP(ExpertMLP):
         self._routing, self._activation = weights.routing, weights.activation
         self._num_local, self._load = weights.num_local, weights.load
         self._expert_map = weights.expert_map()
-        self._plans = plans
+        self._plans = plans or plans_of(self._gate_up)
 
     def with_plans(self, plans: Sequence[Plan]) -> TritonMLP:
         """Return the same weights, multiplied with other plans."""
@@ -143,6 +173,7 @@ class TritonMLP(ExpertMLP):
         routing = self._routing
         num_pairs = x.shape[0] * routing.top_k
         plan = next(p for p in self._plans if num_pairs <= p.max_pairs * routing.num_experts)
+        quantised = empty_codes(x, self._gate_up.blocks) if self._gate_up.kind == "fp8" else None
         routed = route(
             logits,
             self._correction_bias,
@@ -151,12 +182,17 @@ class TritonMLP(ExpertMLP):
             num_local=self._num_local,
             expert_map=self._expert_map,
             load=self._load,
+            x=x if quantised is not None else None,
+            quantised=quantised,
         )
         if chosen is not None:
             chosen.copy_(routed.experts)
         tiles = sort_pairs(routed, plan.rows) if plan.rows > 1 else single_pairs(routed)
-        inner = self._gemm(x, self._gate_up, self._biases[0], tiles, plan.gate_up, gated=True)
-        rows = self._gemm(inner, self._down, self._biases[1], tiles, plan.down, gated=False)
+        gates = self._gemm(quantised or ExpertInputs(x), x.dtype, tiles, plan.gate_up, gated=True)
+        inner = ExpertInputs(gates)
+        if self._down.kind == "fp8" and plan.rows > 1:  # a tile of one row quantises it
+            inner = quantise_inputs(gates, self._down.blocks)
+        rows = self._gemm(inner, x.dtype, tiles, plan.down, gated=False)
         out = torch.empty_like(x)
         combine_kernel[(x.shape[0], triton.cdiv(x.shape[1], _COMBINED))](
             rows,
@@ -172,28 +208,21 @@ class TritonMLP(ExpertMLP):
         return out
 
     def _gemm(
-        self,
-        x: Tensor,
-        stack: Stack,
-        bias: Tensor | None,
-        tiles: Tiles,
-        tiling: Tiling,
-        *,
-        gated: bool,
+        self, x: ExpertInputs, dtype: torch.dtype, tiles: Tiles, tiling: Tiling, *, gated: bool
     ) -> Tensor:
         """The GEMM of all pairs, [pairs, I] if gated, else [pairs, H]."""
         top_k, activation = self._routing.top_k, self._activation
+        stack, bias = (self._gate_up if gated else self._down), self._biases[0 if gated else 1]
         num_out = stack.num_rows // self._num_local
-        num_pairs = x.shape[0] * top_k if gated else x.shape[0]
-        out = x.new_empty((num_pairs, num_out // 2 if gated else num_out))
+        num_rows = x.values.shape[0]
+        num_pairs = num_rows * top_k if gated else num_rows
+        columns = num_out // 2 if gated else num_out
+        out = torch.empty((num_pairs, columns), dtype=dtype, device=x.values.device)
         rows = max(_MIN_ROWS, tiles.rows)
-        values, x_scales = x, None
-        if stack.kind == "fp8" and rows > _MIN_ROWS:  # tiles of few rows quantise them
-            values, x_scales = quantise_inputs(x)
         prefetched = max(64, _PREFETCH_BYTES // (tiles.count * num_out) // 64 * 64)
         expert_gemm_kernel[(triton.cdiv(num_out, tiling.outputs), tiles.count)](
-            values,
-            x_scales,
+            x.values,
+            x.scales,
             stack.codes,
             stack.scales,
             stack.offsets,
@@ -206,7 +235,7 @@ class TritonMLP(ExpertMLP):
             tiles.pairs,
             activation.alpha,
             activation.limit,
-            x.shape[0],
+            num_rows,
             stack.num_rows,
             min(stack.codes.shape[1] * stack.codes.itemsize, prefetched),
             N=num_out,
@@ -220,7 +249,8 @@ class TritonMLP(ExpertMLP):
             KIND=activation.kind,
             ROWS=rows,
             OUTPUTS=tiling.outputs,
-            BLOCK_K=tiling.block_k if stack.kind == "wide" else BLOCK,
+            BLOCK_K=block_k(stack.kind, tiling),
+            STAGES=tiling.stages,
             DIVIDED=tiles.pairs is None and self._expert_map is not None,
             num_warps=num_warps(stack.kind, rows, tiling),
             num_stages=tiling.stages,
@@ -229,26 +259,14 @@ class TritonMLP(ExpertMLP):
         return out
 
 
+def block_k(kind: str, tiling: Tiling) -> int:
+    """Inputs per iteration."""
+    if kind == "fp8":
+        return 2 * tiling.block_k  # as many bytes
+    return tiling.block_k if kind == "wide" else BLOCK
+
+
 def num_warps(kind: str, rows: int, tiling: Tiling) -> int:
     """Warps of a program: 8 for large tiles of codes, which need registers besides the sums."""
     large = kind != "wide" and rows * tiling.outputs > 128 * 64
     return max(8, tiling.warps) if large else tiling.warps
-
-
-def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes of x, and scales [blocks, rows]: one per row and 128 inputs."""
-    rows, size = x.shape
-    blocks = triton.cdiv(size, BLOCK)
-    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((blocks, rows), dtype=torch.float32, device=x.device)
-    quantise_inputs_kernel[(triton.cdiv(rows, _QUANTISED_ROWS), blocks)](
-        x,
-        codes,
-        scales,
-        rows,
-        K=size,
-        ROWS=_QUANTISED_ROWS,
-        num_warps=4,
-        **pdl.options(),
-    )
-    return codes, scales

@@ -2,9 +2,9 @@
 
 The weight's rows are the long side of a tile, as in skinny.py, so one kernel serves one pair and many.
 Every output is one sum over K, in order, so a row's result depends neither on other rows nor on the
-tiling. The first GEMM reads gate and up of a column as adjacent rows of its tile and applies the
-activation; the second one stores a row per pair, which `combine_kernel` adds in the order of a
-token's experts.
+tiling. The first GEMM has gate and up of a column in one tile, 8 rows apart, so that one thread holds
+both sums and applies the activation; the second one stores a row per pair, which `combine_kernel` adds
+in the order of a token's experts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.experts_inputs import e4m3_scale
 
 
 @triton.jit
@@ -34,8 +35,10 @@ def _weight_rows(N: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr, OR
     """Rows of an expert's weight in this program's tile; rows past the end repeat the last one."""
     at = tl.arange(0, OUTPUTS)
     if GATED:
-        column = tl.minimum(tl.program_id(0) * (OUTPUTS // 2) + at // 2, N // 2 - 1)
-        row = 2 * column + at % 2 if ORDER == "interleaved" else at % 2 * (N // 2) + column
+        is_up = at // 8 % 2
+        column = tl.program_id(0) * (OUTPUTS // 2) + at // 16 * 8 + at % 8
+        column = tl.minimum(column, N // 2 - 1)
+        row = 2 * column + is_up if ORDER == "interleaved" else is_up * (N // 2) + column
     else:
         row = tl.minimum(tl.program_id(0) * OUTPUTS + at, N - 1)
     return row
@@ -63,28 +66,67 @@ def _codes(w_at, start, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scan_wide(acc, x, weight, tokens, rows, inside, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _scan_wide(
+    acc,
+    x,
+    weight,
+    tokens,
+    rows,
+    inside,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add weight[rows] @ x[tokens].T to acc [outputs, rows], with 16-bit weights."""
     k = tl.arange(0, BLOCK_K)
     x_at = x + tokens[None, :] * K + k[:, None]
     w_at = weight + rows[:, None] * K + k[None, :]
     repeated: tl.constexpr = acc.shape[1] > 16  # then repeated reads cost less than masks
-    for start in range(0, K, BLOCK_K):
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x_tile = _inputs(x_at, start, k, inside, K, BLOCK_K, repeated)
         acc = tl.dot(_codes(w_at, start, k, K, BLOCK_K), x_tile, acc)
     return acc
 
 
 @triton.jit
-def _quantised(value, AXIS: tl.constexpr):
-    """Quantise a tile to e4m3 with one scale per column (AXIS 0) or row (AXIS 1): (codes, scales)."""
-    value = value.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), AXIS) / 448.0, 1.1754943508222875e-38)
-    return (value / tl.expand_dims(scale, AXIS)).to(tl.float8e4nv), scale
+def _scan_fp8_rows(
+    acc,
+    x,
+    x_scales,
+    codes,
+    scales,
+    tokens,
+    rows,
+    inside,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same in e4m3, with one scale per token and one per row of the weight.
+
+    Without `x_scales` the inputs are one 16-bit row, which is quantised here, to the same codes.
+    """
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + tokens[None, :] * K + k[:, None]
+    w_at = codes + rows[:, None] * K + k[None, :]
+    repeated: tl.constexpr = acc.shape[1] > 16
+    x_scale = tl.zeros([acc.shape[1]], dtype=tl.float32)
+    if x_scales is None:
+        at = tl.arange(0, triton.next_power_of_2(K))
+        row = tl.load(x + tl.max(tokens, 0) * K + at, mask=at < K, other=0.0)
+        x_scale += e4m3_scale(tl.max(tl.abs(row.to(tl.float32)), 0))
+    else:
+        x_scale = tl.load(x_scales + tokens)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x_tile = _inputs(x_at, start, k, inside, K, BLOCK_K, repeated)
+        if x_scales is None:
+            x_tile = (x_tile.to(tl.float32) / x_scale[None, :]).to(tl.float8e4nv)
+        acc = tl.dot(_codes(w_at, start, k, K, BLOCK_K), x_tile, acc)
+    return acc * tl.load(scales + rows)[:, None] * x_scale[None, :]
 
 
 @triton.jit
-def _scan_fp8(
+def _scan_fp8_blocks(
     acc,
     x,
     x_scales,
@@ -95,9 +137,9 @@ def _scan_fp8(
     inside,
     M,
     K: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """The same in e4m3; inputs have a scale per token and 128 inputs, weights per row or block.
+    """The same with scales per token and 128 inputs, and per block of the weight.
 
     Without `x_scales` the inputs are 16-bit and are quantised here, to the same codes.
     """
@@ -106,20 +148,17 @@ def _scan_fp8(
     w_at = codes + rows[:, None] * K + k[None, :]
     repeated: tl.constexpr = acc.shape[1] > 16
     steps: tl.constexpr = (K + 127) // 128
-    for step in range(0, steps):
+    for step in tl.range(0, steps, num_stages=STAGES):
         w_tile = _codes(w_at, step * 128, k, K, 128)
         x_tile = _inputs(x_at, step * 128, k, inside, K, 128, repeated)
         if x_scales is None:
-            x_tile, x_scale = _quantised(x_tile, 0)
+            wide = x_tile.to(tl.float32)
+            x_scale = e4m3_scale(tl.max(tl.abs(wide), 0))
+            x_tile = (wide / x_scale[None, :]).to(tl.float8e4nv)
         else:
             x_scale = tl.load(x_scales + step * M + tokens)
-        if BLOCKS:
-            scale = tl.load(scales + rows // 128 * steps + step)
-            acc += tl.dot(w_tile, x_tile) * scale[:, None] * x_scale[None, :]
-        else:
-            acc += tl.dot(w_tile, x_tile) * x_scale[None, :]
-    if not BLOCKS:
-        acc *= tl.load(scales + rows)[:, None]
+        scale = tl.load(scales + rows // 128 * steps + step)
+        acc += tl.dot(w_tile, x_tile) * scale[:, None] * x_scale[None, :]
     return acc
 
 
@@ -146,8 +185,6 @@ def _by_group(
     groups: tl.constexpr = COUNT // GROUP if GROUP < COUNT else 1
     group = start // GROUP + tl.arange(0, groups)[None, :]
     scale = tl.load(scales + (group * GROUP // SUPER).to(tl.int64) * stride + rows[:, None])
-    if scales.dtype.element_ty == tl.uint8:  # exponents
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     scale = scale.to(tl.float32)
     if sub_scales is not None:
         scale *= tl.load(sub_scales + group.to(tl.int64) * stride + rows[:, None]).to(tl.float32)
@@ -167,13 +204,14 @@ def _scan_eight(
     stride,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The same with 8-bit codes, which are dequantised to the type of x."""
     k = tl.arange(0, 128)
     x_at = x + tokens[None, :] * K + k[:, None]
     w_at = codes + rows[:, None] * K + k[None, :]
     repeated: tl.constexpr = acc.shape[1] > 16
-    for start in range(0, K, 128):
+    for start in tl.range(0, K, 128, num_stages=STAGES):
         x_tile = _inputs(x_at, start, k, inside, K, 128, repeated)
         w_tile = _codes(w_at, start, k, K, 128).to(tl.float32)
         w_tile *= _by_group(scales, None, start, rows, stride, 128, GROUP, GROUP)
@@ -239,29 +277,27 @@ def _e2m1_halves(packed, low_scale, high_scale):
 
 
 @triton.jit
-def _scan_e2m1(
-    acc,
-    x,
-    codes,
-    scales,
-    tokens,
-    rows,
-    inside,
-    stride,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _e2m1_scales(exponents, HALF: tl.constexpr):
+    """The scales [outputs, 64] of a half block, whose exponents are two bytes of int32 [outputs, 1]."""
+    shift = 16 * HALF + 8 * tl.arange(0, 2)[None, :]
+    scale = (((exponents >> shift) & 255) << 23).to(tl.float32, bitcast=True)
+    return _spread(scale, 64)
+
+
+@triton.jit
+def _scan_e2m1(acc, x, codes, scales, tokens, rows, inside, K: tl.constexpr, STAGES: tl.constexpr):
     """_scan_four for e2m1 codes in bf16."""
     k = tl.arange(0, 64)
     x_at = x + tokens[None, :] * K + k[:, None]
     blocks: tl.constexpr = (K + 127) // 128
     w_at = codes + rows[:, None] * (64 * blocks) + k[None, :]
+    scales_at = scales + rows[:, None] * blocks
     repeated: tl.constexpr = acc.shape[1] > 16
-    for block in range(0, blocks):
+    for block in tl.range(0, blocks, num_stages=STAGES):
         start = block * 128
-        low_scale = _by_group(scales, None, start, rows, stride, 64, GROUP, GROUP)
-        high_scale = _by_group(scales, None, start + 64, rows, stride, 64, GROUP, GROUP)
-        low, high = _e2m1_halves(tl.load(w_at + block * 64), low_scale, high_scale)
+        exponents = tl.load(scales_at + block)
+        packed = tl.load(w_at + block * 64)
+        low, high = _e2m1_halves(packed, _e2m1_scales(exponents, 0), _e2m1_scales(exponents, 1))
         acc = tl.dot(low, _inputs(x_at, start, k, inside, K, 128, repeated), acc)
         acc = tl.dot(high, _inputs(x_at, start + 64, k, inside, K, 128, repeated), acc)
     return acc
@@ -284,6 +320,7 @@ def _scan_four(
     GROUP: tl.constexpr,
     SUPER: tl.constexpr,
     E2M1: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The same with 4-bit codes; byte j of a block of 128 inputs holds inputs j and 64 + j."""
     k = tl.arange(0, 64)
@@ -291,12 +328,15 @@ def _scan_four(
     blocks: tl.constexpr = (K + 127) // 128
     w_at = codes + rows[:, None] * (64 * blocks) + k[None, :]
     repeated: tl.constexpr = acc.shape[1] > 16
-    for block in range(0, blocks):
+    for block in tl.range(0, blocks, num_stages=STAGES):
         packed = tl.load(w_at + block * 64).to(tl.int32)
         for half in tl.static_range(2):
             start = block * 128 + half * 64
             value = _values((packed >> (4 * half)) & 15, table, E2M1)
-            value *= _by_group(scales, sub_scales, start, rows, stride, 64, GROUP, SUPER)
+            if E2M1:
+                value *= _e2m1_scales(tl.load(scales + rows[:, None] * blocks + block), half)
+            else:
+                value *= _by_group(scales, sub_scales, start, rows, stride, 64, GROUP, SUPER)
             if offsets is not None:
                 value += _by_group(offsets, None, start, rows, stride, 64, GROUP, GROUP)
             x_tile = _inputs(x_at, start, k, inside, K, 128, repeated)
@@ -322,14 +362,78 @@ def _store(
     if bias is not None:
         acc += bias.to(tl.float32)[:, None]
     if GATED:
-        both = tl.reshape(acc, [OUTPUTS // 2, 2, acc.shape[1]])
-        gate, up = tl.split(tl.permute(both, (0, 2, 1)))
-        acc = _activated(gate, up, KIND, alpha, limit)
+        both = tl.reshape(acc, [OUTPUTS // 16, 2, 8, acc.shape[1]])
+        gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
+        active = _activated(gate, up, KIND, alpha, limit)
+        acc = tl.reshape(active, [OUTPUTS // 2, acc.shape[1]])
     size: tl.constexpr = N // 2 if GATED else N
     column = tl.program_id(0) * acc.shape[0] + tl.arange(0, acc.shape[0])
     at = out + pair.to(tl.int64)[None, :] * size + column[:, None]
     mask = inside[None, :] & (column < size)[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply(
+    x,
+    x_scales,
+    codes,
+    scales,
+    offsets,
+    sub_scales,
+    table,
+    bias,
+    out,
+    pairs,
+    rows,
+    num_rows,
+    alpha,
+    limit,
+    M,
+    stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiply `num_rows` pairs, at most ROWS, with weight[rows]; `pairs` may be one pair's number."""
+    OUTPUTS: tl.constexpr = rows.shape[0]
+    lane = tl.arange(0, ROWS)
+    inside = lane < num_rows
+    pair = pairs + lane * 0
+    if pairs.dtype.is_ptr():
+        pair = tl.load(pairs + lane, mask=inside, other=0)
+    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    tokens = (pair // TOP_K).to(tl.int64)
+    if FORM == "wide":
+        acc = _scan_wide(acc, x, codes, tokens, rows, inside, K, BLOCK_K, STAGES)
+    elif FORM == "fp8" and GROUP == 128:
+        acc = _scan_fp8_blocks(acc, x, x_scales, codes, scales, tokens, rows, inside, M, K, STAGES)
+    elif FORM == "fp8":
+        acc = _scan_fp8_rows(
+            acc, x, x_scales, codes, scales, tokens, rows, inside, K, BLOCK_K, STAGES
+        )
+    elif FORM == "eight":
+        acc = _scan_eight(
+            acc, x, codes, scales, offsets, tokens, rows, inside, stride, K, GROUP, STAGES
+        )
+    elif FORM == "e2m1" and x.dtype.element_ty == tl.bfloat16:
+        acc = _scan_e2m1(acc, x, codes, scales, tokens, rows, inside, K, STAGES)
+    else:
+        acc = _scan_four(
+            acc, x, codes, scales, offsets, sub_scales, table, tokens, rows, inside, stride,
+            K, GROUP, SUPER, FORM == "e2m1", STAGES,
+        )  # fmt: skip
+    if bias is not None:
+        bias = tl.load(bias + rows)
+    _store(acc, bias, out, pair, inside, alpha, limit, N, GATED, KIND)
 
 
 @triton.jit(do_not_specialize=["M", "prefetched"])
@@ -363,19 +467,20 @@ def expert_gemm_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
     DIVIDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = x[pair // TOP_K] @ weight[expert].T + bias[expert], activated if GATED.
 
     The weight of an expert is [N, K]; x has M rows, and scales per group are [groups, stride]. The
-    second GEMM of unsorted pairs prefetches `prefetched` bytes of each row of the weight.
+    second GEMM of unsorted pairs prefetches `prefetched` bytes of each row of the weight. A tile that
+    is at most half full is computed with fewer rows, 16 at least, and more stages.
     """
     # The kernel before the second GEMM has waited for the routing before it let this one start.
     if GATED:
         pdl.wait(PDL)
     tile = tl.program_id(1)
-    lane = tl.arange(0, ROWS)
     num_rows = 1
     if tile_rows is not None:
         num_rows = tl.load(tile_rows + tile)
@@ -385,10 +490,6 @@ def expert_gemm_kernel(
     if DIVIDED:  # noqa: SIM102 (a constant): a tile is one pair, maybe of another rank
         if expert < 0:
             return
-    inside = lane < num_rows
-    pair = tile + lane * 0
-    if pairs is not None:
-        pair = tl.load(pairs + tile * ROWS + lane, mask=inside, other=0)
     rows = expert * N + _weight_rows(N, OUTPUTS, GATED, ORDER)
     if not GATED:
         if tile_rows is None:
@@ -397,39 +498,31 @@ def expert_gemm_kernel(
             pdl.prefetch(codes + rows * width, (rows * 0 + prefetched).to(tl.int32), PDL)
         pdl.wait(PDL)
     pdl.release(PDL)
-    acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    tokens = (pair // TOP_K).to(tl.int64)
-    if FORM == "wide":
-        acc = _scan_wide(acc, x, codes, tokens, rows, inside, K, BLOCK_K)
-    elif FORM == "fp8":
-        acc = _scan_fp8(acc, x, x_scales, codes, scales, tokens, rows, inside, M, K, GROUP == 128)
-    elif FORM == "eight":
-        acc = _scan_eight(acc, x, codes, scales, offsets, tokens, rows, inside, stride, K, GROUP)
-    elif FORM == "e2m1" and x.dtype.element_ty == tl.bfloat16:
-        acc = _scan_e2m1(acc, x, codes, scales, tokens, rows, inside, stride, K, GROUP)
-    else:
-        acc = _scan_four(
-            acc, x, codes, scales, offsets, sub_scales, table, tokens, rows, inside, stride,
-            K, GROUP, SUPER, FORM == "e2m1",
+    own = tile
+    if pairs is not None:
+        own = pairs + tile * ROWS
+    HALF: tl.constexpr = ROWS // 2
+    QUARTER: tl.constexpr = ROWS // 4
+    HALF_STAGES: tl.constexpr = STAGES * (OUTPUTS + ROWS) // (OUTPUTS + HALF)
+    QUARTER_STAGES: tl.constexpr = STAGES * (OUTPUTS + ROWS) // (OUTPUTS + QUARTER)
+    if HALF < 16 or num_rows > HALF:
+        _multiply(
+            x, x_scales, codes, scales, offsets, sub_scales, table, bias, out, own, rows, num_rows,
+            alpha, limit, M, stride,
+            N, K, TOP_K, FORM, GROUP, SUPER, GATED, KIND, ROWS, BLOCK_K, STAGES,
         )  # fmt: skip
-    if bias is not None:
-        bias = tl.load(bias + rows)
-    _store(acc, bias, out, pair, inside, alpha, limit, N, GATED, KIND)
-
-
-@triton.jit(do_not_specialize=["M"])
-def quantise_inputs_kernel(
-    x, codes, scales, M, K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
-):
-    """Quantise 128 inputs of ROWS rows to e4m3, each row with one scale; scales are [blocks, M]."""
-    pdl.begin(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.program_id(1) * 128 + tl.arange(0, 128)
-    mask = (row < M)[:, None] & (at < K)[None, :]
-    place = row.to(tl.int64)[:, None] * K + at[None, :]
-    code, scale = _quantised(tl.load(x + place, mask=mask, other=0.0), 1)
-    tl.store(codes + place, code, mask=mask)
-    tl.store(scales + tl.program_id(1).to(tl.int64) * M + row, scale, mask=row < M)
+    elif QUARTER < 16 or num_rows > QUARTER:
+        _multiply(
+            x, x_scales, codes, scales, offsets, sub_scales, table, bias, out, own, rows, num_rows,
+            alpha, limit, M, stride,
+            N, K, TOP_K, FORM, GROUP, SUPER, GATED, KIND, HALF, BLOCK_K, HALF_STAGES,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, x_scales, codes, scales, offsets, sub_scales, table, bias, out, own, rows, num_rows,
+            alpha, limit, M, stride,
+            N, K, TOP_K, FORM, GROUP, SUPER, GATED, KIND, QUARTER, BLOCK_K, QUARTER_STAGES,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from windlass.kernels.experts import Routing
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.experts_inputs import CHUNK, ExpertInputs, quantise_row
 
 _CHUNK = 64  # pairs and tiles per program that sorts
+_VALUES = tl.constexpr(CHUNK)
 
 
 @triton.jit
@@ -49,7 +51,12 @@ def route_kernel(
     load,
     counts,
     places,
+    x,
+    x_codes,
+    x_scales,
     scale,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -65,9 +72,14 @@ def route_kernel(
     """Choose the experts of one token; with `counts`, also number each expert's pairs.
 
     With `expert_map`, `local` gets the experts' indices on this rank. `load` counts tokens per expert.
+    With `x_codes` a second program per token quantises its K inputs.
     """
     pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
+    if x_codes is not None:  # noqa: SIM102
+        if tl.program_id(1) == 1:
+            quantise_row(x, x_codes, x_scales, token, tl.num_programs(0), K, BLOCKS, _VALUES)
+            return
     num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     group = tl.arange(0, GROUPS_PAD)[:, None]
     member = tl.arange(0, SIZE_PAD)[None, :]
@@ -186,10 +198,13 @@ def route(
     num_local: int | None = None,
     expert_map: Tensor | None = None,
     load: Tensor | None = None,
+    x: Tensor | None = None,
+    quantised: ExpertInputs | None = None,
 ) -> Routed:
     """Choose the experts of each token; with `counted` the pairs can be sorted.
 
-    With `expert_map`, the rank has `num_local` experts. `load` counts the tokens of each expert.
+    With `expert_map`, the rank has `num_local` experts. `load` counts the tokens of each expert. Also
+    quantises x to `quantised`, which costs no launch of its own.
     """
     tokens, top_k = logits.shape[0], routing.top_k
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
@@ -202,7 +217,7 @@ def route(
     limited = routing.top_groups < routing.num_groups
     num_groups = routing.num_groups if limited else 1
     group_size = routing.num_experts // num_groups
-    route_kernel[(tokens,)](
+    route_kernel[(tokens, 1 if quantised is None else 2)](
         logits,
         bias,
         weights,
@@ -212,7 +227,12 @@ def route(
         load,
         counts,
         places,
+        x,
+        None if quantised is None else quantised.values,
+        None if quantised is None else quantised.scales,
         routing.scale,
+        K=1 if quantised is None else quantised.values.shape[1],
+        BLOCKS=quantised is not None and quantised.blocks,
         NUM_GROUPS=num_groups,
         GROUP_SIZE=group_size,
         TOP_GROUPS=routing.top_groups if limited else 1,

@@ -22,11 +22,12 @@ from windlass.kernels.packed import (
     pack_nibbles,
     unpack_nibbles,
 )
+from windlass.kernels.triton.experts_inputs import BLOCK
 
-BLOCK = 128  # inputs per iteration of all forms but 16-bit weights
 _CHUNK_ROWS = 2**14  # rows repacked at a time
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BIAS = 126
+_E2M1_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class Stack:
     """One weight of all experts, prepared.
 
     wide: 16-bit weights. fp8: e4m3 codes that multiply e4m3 inputs. eight, four, e2m1: codes that are
-    dequantised, with scales [groups, rows]. Scales of e2m1 are exponents, uint8.
+    dequantised, with scales [groups, rows]. Scales of e2m1 are exponents, int32 [rows, blocks]: four
+    of 32 inputs each.
     """
 
     kind: Literal["wide", "fp8", "eight", "four", "e2m1"]
@@ -46,6 +48,11 @@ class Stack:
     table: Tensor | None = None  # float32 [16]
     group: int = 1  # inputs per scale; fp8: 128, or 1 with a scale per row
     super_group: int = 1
+
+    @property
+    def blocks(self) -> bool:
+        """Whether fp8 codes have scales per block."""
+        return self.group == BLOCK
 
     @property
     def num_rows(self) -> int:
@@ -136,32 +143,46 @@ def _float8(form: Float8) -> Stack:
 def _table(form: Table4) -> Stack:
     num_in = form.shape[1]
     exponents = _e2m1_exponents(form)
+    if exponents is not None:
+        return Stack(
+            kind="e2m1",
+            codes=_repacked(form.codes),
+            num_in=num_in,
+            scales=exponents,
+            group=_E2M1_GROUP,
+        )
     return Stack(
-        kind="four" if exponents is None else "e2m1",
+        kind="four",
         codes=_repacked(form.codes),
         num_in=num_in,
-        scales=_by_group(form.scales if exponents is None else exponents, form.super_group, num_in),
+        scales=_by_group(form.scales, form.super_group, num_in),
         sub_scales=_by_group(form.sub_scales, form.group, num_in),
-        table=None if exponents is not None else form.values.contiguous(),
+        table=form.values.contiguous(),
         group=form.group,
         super_group=form.super_group,
     )
 
 
 def _e2m1_exponents(form: Table4) -> Tensor | None:
-    """Exponents of float32, uint8, whose powers of two scale the bits of e2m1 codes; None: not MXFP4.
+    """Exponents of float32, four per int32 [rows, blocks], that scale e2m1 codes; None: not MXFP4.
 
     Exponent and mantissa of a code become the lowest exponent and highest mantissa bits of a 16- or
     32-bit float, which is 2^126 times too small. The scales have this factor.
     """
     values = form.values
     levels = torch.tensor(_E2M1, device=values.device) * values[2]
-    if form.sub_scales is not None or not torch.equal(values, torch.cat([levels, -levels])):
+    if form.sub_scales is not None or form.group != _E2M1_GROUP:
+        return None
+    if not torch.equal(values, torch.cat([levels, -levels])):
         return None
     bits = (form.scales.float() * values[2]).contiguous().view(torch.int32)
     exponents = torch.where(bits > 0, (bits >> 23) + _E2M1_BIAS, 0)
     exact = (bits >= 0) & (bits & 0x7FFFFF == 0) & (exponents <= 254)
-    return exponents.to(torch.uint8) if bool(exact.all()) else None
+    if not bool(exact.all()):
+        return None
+    per_block = BLOCK // _E2M1_GROUP
+    padded = pad(exponents.to(torch.uint8), (0, -exponents.shape[1] % per_block))
+    return padded.contiguous().view(torch.int32)
 
 
 def _by_group(values: Tensor | None, group: int, num_in: int) -> Tensor | None:

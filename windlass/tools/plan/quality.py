@@ -109,7 +109,7 @@ def typical_stored(name: str, scheme: Scheme) -> Retention:
         return Retention(value, "typical", f"{_AWQ_PAPER}, {name} in groups of 128")
     if scheme.kind == "int8":
         return _ONLINE["int8" if scheme.activation == "none" else "w8a8"]
-    return _ONLINE[{"int4": "int4", "fp8": "fp8", "table4": "nf4"}[scheme.kind]]
+    return _ONLINE[{"int4": "int4", "fp8": "fp8", "table4": "nf4", "mxfp4": "nf4"}[scheme.kind]]
 
 
 @dataclass(frozen=True, slots=True)
