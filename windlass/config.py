@@ -258,6 +258,14 @@ class ServeConfig:
         "How the model writes tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder, glm45, "
         "deepseek, harmony, granite, json. auto: as its chat template says.",
     )
+    unknown_fields: Literal["error", "warn", "ignore"] = option(
+        "warn",
+        "Unknown fields of request bodies: error: 400; warn: a line in the log, and their names in the "
+        "response header X-Windlass-Unknown-Fields.",
+    )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring their own chat template (field chat_template)."
+    )
     reasoning_parser: str = option(
         "auto",
         "The tags of the model's reasoning: think, mistral, seed, none. auto: as its chat template says.",

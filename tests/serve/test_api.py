@@ -61,7 +61,7 @@ def test_chat_stream_says_the_same(server: Server) -> None:
 def test_chat_chunks_have_the_exact_shape(server: Server) -> None:
     chunks = events(server.chat(max_tokens=1, stream=True))
     assert [sorted(chunk) for chunk in chunks] == [
-        ["choices", "created", "id", "model", "object"]
+        ["choices", "created", "id", "model", "object", "system_fingerprint"]
     ] * 3
     first, middle, last = (chunk["choices"][0] for chunk in chunks)
     assert first == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 def user(content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(unknown_fields="error") as each:
+        yield each
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -112,14 +119,12 @@ BAD_CHATS = [
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos cannot be set"),
     ({"guided_regex": "a" * 70_000}, "guided_regex", "at most 65,536"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
-    ({"prediction": {"type": "content"}}, "prediction", "not supported"),
-    ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+    ({"chat_template": "{{ messages }}"}, "chat_template", "--trust-request-chat-template"),
     ({"top_logprobs": 5}, "top_logprobs", "logprobs: true"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "--max-logprobs"),
     ({"logit_bias": {"9999": 1}}, "logit_bias", "257"),
     ({"logit_bias": {"5": 200}}, "logit_bias[5]", "200"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0", "-1"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "include_usage"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),

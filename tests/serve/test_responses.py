@@ -25,7 +25,7 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(card=replace(CARD, chat_template=HERMES)) as each:
+    with running(card=replace(CARD, chat_template=HERMES), unknown_fields="error") as each:
         yield each
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -46,7 +47,13 @@ def envelope(body: str, kind: str) -> dict[str, Any]:
     head = json.loads(body.partition("\n\n")[0].removeprefix("data: "))
     prefix = "chatcmpl" if "chat" in kind else "cmpl"
     assert head["id"] == f"{prefix}-{NAME}"
-    return {"id": head["id"], "object": kind, "created": head["created"], "model": "counter"}
+    return {
+        "id": head["id"],
+        "object": kind,
+        "created": head["created"],
+        "model": "counter",
+        "system_fingerprint": f"windlass-{importlib.metadata.version('windlass')}",
+    }
 
 
 @pytest.mark.parametrize("with_usage", [False, True])

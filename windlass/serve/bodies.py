@@ -5,17 +5,22 @@ Large bodies are decoded and encoded in a thread, since the event loop serves al
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.config import ServeConfig
+from windlass.errors import RequestError
 from windlass.serve.body_limits import INLINE_BYTES
 from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
 from windlass.serve.services import Services
+
+_log = logging.getLogger("windlass.serve")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +31,28 @@ _MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 async def read_as(request: Request, read: Callable[[bytes], T], services: Services) -> T:
     """Read the request's body and decode it with `read`."""
     raw = await read_body(request, services.config.max_body_bytes)
-    return await decode_as(raw, read, services)
+    value = await decode_as(raw, read, services)
+    check_unknown_fields(request, getattr(value, "unknown_fields", ()), services.config)
+    return value
+
+
+def check_unknown_fields(
+    request: Request, unknown: Sequence[RequestError], config: ServeConfig
+) -> None:
+    """Treat unknown fields as --unknown-fields says; those to report are kept with the request."""
+    if not unknown or config.unknown_fields == "ignore":
+        return
+    if config.unknown_fields == "error":
+        raise unknown[0]
+    names = [error.param or "" for error in unknown]
+    _log.warning("%s: unknown fields: %s", request.url.path, ", ".join(map(repr, names)))
+    request.state.unknown_fields = [name for name in names if name.isascii() and name.isprintable()]
+
+
+def unknown_fields_header(request: Request) -> dict[str, str]:
+    """A header with the names of the unknown fields of a request, if there were any."""
+    names = getattr(request.state, "unknown_fields", None)
+    return {"X-Windlass-Unknown-Fields": ", ".join(names)} if names else {}
 
 
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:

@@ -20,6 +20,7 @@ MAX_MESSAGES = 4_096
 MAX_CONTENT_PARTS = 4_096  # of one message
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TOOLS = 256
+MAX_TEMPLATE_CHARS = 65_536  # of a request's own chat template
 
 # Sampling
 MAX_STOP_STRINGS = 64
@@ -43,3 +44,4 @@ MAX_TOTAL_LOGPROBS = 2**22
 
 # A field name that is longer is not compared with the known names.
 MAX_COMPARED_NAME_CHARS = 64
+MAX_UNKNOWN_FIELDS = 16  # of one body, unless --unknown-fields is error

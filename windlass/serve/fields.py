@@ -1,7 +1,7 @@
 """Request fields that are known from other servers but not supported, and the errors for fields.
 
-No field is ignored silently: an unsupported field passes only with a value that has no effect, and
-an unknown field is an error that suggests the nearest known name.
+No field is ignored silently: an unsupported field passes only with a value that has no effect, and an
+unknown field is named in a response header and the log, or is an error (--unknown-fields).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from windlass.errors import RequestError
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.body_limits import MAX_COMPARED_NAME_CHARS
+from windlass.serve.body_limits import MAX_COMPARED_NAME_CHARS, MAX_UNKNOWN_FIELDS
 
 _MAX_PARAM_CHARS = 100
 
@@ -29,17 +29,18 @@ _JSON_MESSAGES = {
 _IGNORED = frozenset(
     {
         "metadata",
+        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "store",
     }
 )
 
 # Unsupported fields, each with the values that have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "chat_template": (),
     "detokenize": (True,),
     "documents": ([],),
     "flat_logprobs": (False,),
@@ -51,32 +52,33 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "prediction": (),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
-    "verbosity": (),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
 
-def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise RequestError for fields that would have no effect."""
+def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> list[RequestError]:
+    """Raise RequestError for unsupported fields; returns the errors of unknown ones."""
+    unknown = [name for name in extra if name not in _IGNORED and name not in _NEUTRAL]
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        raise RequestError(
+            f"{len(unknown):,} fields are unknown; at most {MAX_UNKNOWN_FIELDS} are tolerated. The "
+            f"first is {abbreviate(unknown[0])}."
+        )
     for name, value in extra.items():
-        if name in _IGNORED:
+        if name in _IGNORED or name in unknown:
             continue
-        if name not in _NEUTRAL:
-            raise unknown_field(name, [*known, *_IGNORED])
         if value is not None and value not in _NEUTRAL[name]:
             raise RequestError(
                 f"{name} is not supported by this server; got {abbreviate(value)}. Leave it out.",
                 name,
             )
+    return [unknown_field(name, [*known, *_IGNORED]) for name in unknown]
 
 
 def unknown_field(name: str, known: Iterable[str], param: str | None = None) -> RequestError:

@@ -15,7 +15,7 @@ from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import TokenLogprob
 from windlass.serve.cost import Cost, cost_json
 from windlass.serve.prepare import Prepared
-from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from windlass.serve.served_completion import ServedCompletion
 from windlass.text.completion import Completion, Delta
 from windlass.text.parsing.output import (
@@ -167,7 +167,7 @@ class ChatFormatter:
 
     def _token(self, token: int, logprob: float) -> Json:
         return {
-            "token": self._tokenizer.token_text(token),
+            "token": _token_text(token, self._body, self._tokenizer),
             "logprob": _finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
@@ -238,7 +238,7 @@ class CompletionFormatter:
     ) -> None:
         """Append one token; `logprob` None: the first token of the prompt has none."""
         text = self._tokenizer.token_text(token)
-        logprobs["tokens"].append(text)
+        logprobs["tokens"].append(_token_text(token, self._body, self._tokenizer))
         logprobs["text_offset"].append(self._offsets[index])
         self._offsets[index] += len(text)
         if logprob is None:
@@ -247,8 +247,16 @@ class CompletionFormatter:
             return
         logprobs["token_logprobs"].append(_finite(logprob.logprob))
         top = logprob.top if self._body.logprobs else []
-        entries = {self._tokenizer.token_text(other): _finite(value) for other, value in top}
-        logprobs["top_logprobs"].append(_encode({**entries, text: _finite(logprob.logprob)}))
+        pairs = [*top, (token, logprob.logprob)]
+        entries = {
+            _token_text(other, self._body, self._tokenizer): _finite(value)
+            for other, value in pairs
+        }
+        logprobs["top_logprobs"].append(_encode(entries))
+
+
+def _token_text(token: int, body: GenerationRequest, tokenizer: Tokenizer) -> str:
+    return f"token_id:{token}" if body.return_tokens_as_token_ids else tokenizer.token_text(token)
 
 
 def _finish(delta: Delta, *, has_calls: bool = False) -> Json:

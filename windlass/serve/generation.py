@@ -7,7 +7,7 @@ common to them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from windlass.errors import EngineError, RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
-from windlass.serve.bodies import read_as, reply
+from windlass.serve.bodies import read_as, reply, unknown_fields_header
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import cache_salt_of, key_name
@@ -39,6 +39,7 @@ class ApiCall:
 
     body: GenerationBody
     make_format: MakeFormat
+    unknown_fields: Sequence[RequestError]
 
 
 class Generation:
@@ -79,7 +80,7 @@ class Generation:
         return reply({"input_tokens": len(tokens)})
 
     def _openai(self, body: GenerationBody) -> ApiCall:
-        return ApiCall(body, self._openai_format)
+        return ApiCall(body, self._openai_format, body.unknown_fields)
 
     def _openai_format(self, body: GenerationBody, prepared: Prepared) -> ResponseFormat:
         services = self._services
@@ -116,16 +117,18 @@ class Generation:
                 store=store,
             )
 
-        return ApiCall(body.chat(earlier), make_format)
+        return ApiCall(body.chat(earlier), make_format, body.unknown_fields)
 
     def _owner(self, request: Request) -> str:
         return key_name(request) if self._services.keys.clients else NO_KEY
 
     def _anthropic(self, raw: bytes, _owner: str) -> ApiCall:
-        return ApiCall(
-            MessagesRequest.read(raw).chat(),
-            lambda _, prepared: AnthropicFormat(prepared, self._model_of(prepared)),
-        )
+        body = MessagesRequest.read(raw)
+
+        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
+            return AnthropicFormat(prepared, self._model_of(prepared))
+
+        return ApiCall(body.chat(), make_format, body.unknown_fields)
 
     def _model_of(self, prepared: Prepared) -> str:
         return prepared.requests[0].adapter or self._services.card.name
@@ -145,7 +148,7 @@ class Generation:
                 salt = cache_salt_of(request, body.cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
             prepared = await self._prepare(body)
-            headers = self._headers(prepared)
+            headers = self._headers(request, prepared) | unknown_fields_header(request)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.costs is None:
@@ -175,8 +178,11 @@ class Generation:
         response.headers.update(headers)
         return response
 
-    def _headers(self, prepared: Prepared) -> dict[str, str]:
+    def _headers(self, request: Request, prepared: Prepared) -> dict[str, str]:
         """Extra response headers; raises before anything is computed."""
+        given = request.headers.get("x-request-id")
+        if given is not None:
+            return {"X-Request-Id": given}
         if not self._services.config.enable_request_id_headers:
             return {}
         if not (prepared.response_id.isascii() and prepared.response_id.isprintable()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,8 @@ from windlass.serve.problems import Problem
 from windlass.serve.protocol import GenerationRequest, StreamOptions
 from windlass.text.completion import Completion, Delta
 
+# Clients that compare outputs of one seed look at it: other versions may compute otherwise.
+FINGERPRINT = f"windlass-{importlib.metadata.version('windlass')}"
 _DONE = b"data: [DONE]\n\n"
 _PLACEHOLDER = "\0"
 _PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)
@@ -86,6 +89,7 @@ class OpenAIFormat:
             "object": object_name,
             "created": self._created,
             "model": self._model,
+            "system_fingerprint": FINGERPRINT,
         }
 
     def end(self, usage: Json) -> bytes:

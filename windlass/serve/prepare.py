@@ -107,6 +107,7 @@ class Preparer:
         self._template = template
         self._output_format = output_format
         self._max_logprobs = config.max_logprobs
+        self._trusts_templates = config.trust_request_chat_template
         _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
 
@@ -208,6 +209,12 @@ class Preparer:
                 "--chat-template FILE, or use /v1/completions.",
                 "messages",
             )
+        if body.chat_template is not None and not self._trusts_templates:
+            raise RequestError(
+                "chat_template: this server renders its own template only. Its operator can allow "
+                "others with --trust-request-chat-template.",
+                "chat_template",
+            )
         use = body.tool_use
         return await self._template.render(
             RenderJob(
@@ -215,6 +222,7 @@ class Preparer:
                 max_chars=self._builder(report).max_chars,
                 tools=[] if use is None else use.for_template(),
                 options=body.template_options,
+                template=body.chat_template,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final=body.continue_final_message,
             )

@@ -57,13 +57,14 @@ def _text_of(content: Any) -> str | None:
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise _value_error('each part must be an object such as {"type": "text", "text": "…"}')
-        if part["type"] != "text":
+        kind = part["type"]
+        if kind not in ("text", "refusal"):
             raise _value_error(
-                f"parts of type {abbreviate(part['type'])} are not supported; only 'text' is"
+                f"parts of type {abbreviate(kind)} are not supported; only 'text' is"
             )
-        if not isinstance(part.get("text"), str):
-            raise _value_error("a part of type 'text' needs a string in its field 'text'")
-        texts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise _value_error(f"a part of type {kind!r} needs a string in its field {kind!r}")
+        texts.append(part[kind])
     return "\n".join(texts)
 
 
@@ -102,12 +103,19 @@ BadWords = Annotated[
 ]
 
 
+def _role(role: Any) -> Any:
+    """The role `function` is the older name of `tool`."""
+    return "tool" if role == "function" else role
+
+
 class Message(BaseModel):
     """One message of a conversation; the chat template gets all its fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
+    ]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -117,11 +125,18 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
     # Fields that the OpenAI client adds to a message that is sent back; empty values have no effect.
-    _EMPTY_ALLOWED: ClassVar = {"refusal", "audio", "function_call", "annotations", "reasoning"}
+    _EMPTY_ALLOWED: ClassVar = {
+        "refusal",
+        "audio",
+        "function_call",
+        "annotations",
+        "reasoning",
+        "id",
+    }
 
     def model_post_init(self, _context: Any) -> None:
         for name, value in (self.model_extra or {}).items():
-            if name not in self._EMPTY_ALLOWED or value not in (None, []):
+            if name not in self._EMPTY_ALLOWED or (name != "id" and value not in (None, [])):
                 raise unknown_field(name, type(self).model_fields, "messages")
         if self.content is None and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has no content.", "messages")
@@ -167,7 +182,11 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    # Whether an unknown field is always an error: a misspelt one must not change the server.
+    refuses_unknown: ClassVar[bool] = False
+
     _num_bytes: int = PrivateAttr(0)
+    _unknown: list[RequestError] = PrivateAttr(default_factory=list)
 
     @classmethod
     def read(cls, raw: bytes) -> Self:
@@ -181,9 +200,16 @@ class Body(BaseModel):
             body = cls.model_validate(fields)
         except ValidationError as error:
             raise validation_error(error) from None
-        check_extra(body.model_extra or {}, cls.model_fields)
+        body._unknown = check_extra(body.model_extra or {}, cls.model_fields)
+        if body._unknown and cls.refuses_unknown:
+            raise body._unknown[0]
         body._num_bytes = num_bytes
         return body
+
+    @property
+    def unknown_fields(self) -> list[RequestError]:
+        """The errors of fields that are not known; --unknown-fields decides about them."""
+        return self._unknown
 
     @property
     def num_bytes(self) -> int:
@@ -205,6 +231,8 @@ class ConversationRequest(BaseModel):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    chat_template: Annotated[str, Field(max_length=limits.MAX_TEMPLATE_CHARS)] | None = None
 
     @property
     def tool_use(self) -> ToolUse | None:
@@ -214,13 +242,13 @@ class ConversationRequest(BaseModel):
     @property
     def template_options(self) -> dict[str, Any] | None:
         """Variables of the chat template that the client sets."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        effort = {
-            "reasoning_effort": self.reasoning_effort,
-            "enable_thinking": self.reasoning_effort != "none",
-        }
-        return effort | (self.chat_template_kwargs or {})
+        options: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+            options["enable_thinking"] = self.reasoning_effort != "none"
+        if self.verbosity is not None:
+            options["verbosity"] = self.verbosity
+        return (options | (self.chat_template_kwargs or {})) or None
 
 
 class GenerationRequest(Body):
@@ -260,6 +288,7 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -289,8 +318,6 @@ class GenerationRequest(Body):
                 f"best_of ({self.best_of}) other than n ({self.n or 1}) is not supported.",
                 "best_of",
             )
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs is not available with stream: true.", "prompt_logprobs"
@@ -311,7 +338,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -371,6 +398,8 @@ class DetokenizeRequest(Body):
 class AdapterRequest(Body):
     """Fields of the endpoints that load and unload adapters; `model` is not accepted."""
 
+    refuses_unknown = True
+
     lora_name: str
 
     def model_post_init(self, _context: Any) -> None:
@@ -390,6 +419,8 @@ class UnloadAdapterRequest(AdapterRequest):
 
 class AdminRequest(Body):
     """Base of the admin requests; `model` is not accepted."""
+
+    refuses_unknown = True
 
     def model_post_init(self, _context: Any) -> None:
         if self.model is not None:

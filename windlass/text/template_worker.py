@@ -40,6 +40,7 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
     max_chars: int
     options: dict[str, Any] | None = None
     tools: list[dict[str, Any]] = []
+    template: str | None = None  # of the request itself; None: the model's
     add_generation_prompt: bool | None = None
     continue_final: bool = False
 
@@ -99,7 +100,7 @@ def template_main(source: TemplateSource, pipe: Connection) -> None:
             job = _decode_job(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(encode(_render(template, job)))
+        pipe.send_bytes(encode(_render(template, source, job)))
 
 
 def _limit_memory() -> None:
@@ -109,8 +110,10 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
 
 
-def _render(template: ChatTemplate, job: RenderJob) -> Reply:
+def _render(template: ChatTemplate, source: TemplateSource, job: RenderJob) -> Reply:
     try:
+        if job.template is not None:
+            template = ChatTemplate(job.template, source.special_tokens, source.defaults)
         text = template.render(
             job.messages,
             options=job.options,
@@ -120,6 +123,8 @@ def _render(template: ChatTemplate, job: RenderJob) -> Reply:
         )
     except RequestError as error:
         return Refused(str(error), error.param)
+    except ConfigError as error:
+        return Refused(str(error), "chat_template")
     except MemoryError:
         return Refused(f"the chat template {_NO_MEMORY} for these messages.", "messages")
     return Text(text) if len(text) <= job.max_chars else TooLong(len(text))
