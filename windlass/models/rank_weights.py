@@ -66,6 +66,11 @@ class RankShape:
             raise ConfigError(
                 f"--enable-expert-parallel: {hparams.architecture} has no experts. Omit the flag."
             )
+        if self.tp == 1:
+            raise ConfigError(
+                "--enable-expert-parallel divides experts among the ranks of --tensor-parallel-size, "
+                "which is 1. Set it to at least 2."
+            )
         num_experts = hparams.moe.routing.num_experts
         if self.tp > num_experts:
             raise ConfigError(

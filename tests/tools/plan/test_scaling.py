@@ -95,13 +95,13 @@ def test_experts_reduce_once_and_shared_experts_again(ep: bool, tmp_path: Path) 
     assert len(mla) == 1 + dense + mixtures + 1
 
 
-def test_all_to_all_moves_a_ranks_pairs_twice(tmp_path: Path) -> None:
+def test_all_to_all_moves_rows_of_used_ranks(tmp_path: Path) -> None:
     work = model_of(tmp_path, MLA).work(RankShape(tp=2, expert_parallel=True))
-    found = work.expert_exchange(8)
-    assert found["all-reduce"] == [Collective("all-reduce", 8 * HIDDEN * 2, 2)] * 2
-    top_k = 2
-    pairs = 8 * top_k // 2
-    assert found["all-to-all"] == [Collective("all-to-all", pairs * HIDDEN * 2, 2)] * 4
+    found = work.expert_combine(8)
+    stream, used = 8 * HIDDEN * 2, 1 - 0.5**2  # two experts per token
+    assert found["all-reduce"] == [Collective("all-reduce", stream, 2)] * 2
+    both = [Collective("all-to-all", int(used * stream), 2), Collective("all-gather", stream, 2)]
+    assert found["all-to-all"] == both * 2
 
 
 @dataclass
@@ -300,11 +300,20 @@ def test_all_layouts_of_the_devices_are_compared(tmp_path: Path) -> None:
     assert found.reason.startswith(found.best.name)
     experts = next(layout for layout in found.layouts if layout.name == "tp 4, ep 4")
     assert experts.options == {"tensor_parallel_size": 4, "enable_expert_parallel": True}
-    assert set(experts.expert_exchange_ms) == {"all-reduce", "all-to-all"}
+    assert set(experts.expert_combine_ms) == {"all-reduce", "all-to-all"}
     json.dumps([item.value for item in found.assumptions])
     sources = {item.name: item.source for item in found.assumptions}
     assert "not measured" in sources["link share"]
     assert "not checked" in sources["bf16 kernels"]
+
+
+def test_expert_parallelism_needs_two_ranks(tmp_path: Path) -> None:
+    model = model_of(tmp_path, MOE)
+    for query in (ScalingQuery(devices=1), ScalingQuery(devices=2, tp=1)):
+        with pytest.raises(ConfigError, match="--tensor-parallel-size, which is 1"):
+            model.plan(replace(query, expert_parallel=True))
+    only = model.plan(ScalingQuery(devices=4, expert_parallel=True)).layouts
+    assert {layout.ep for layout in only} == {2, 4}
 
 
 def test_memory_of_a_layout_adds_up(tmp_path: Path) -> None:
@@ -344,6 +353,7 @@ def test_smallest_fit_prefers_tensor_parallel_ranks(tmp_path: Path) -> None:
     [
         (("--tp", "3"), "Numbers of shards that work: 1, 2, 4"),
         (("-tp", "2", "--ep"), "LlamaForCausalLM has no experts"),
+        (("--devices", "2", "--ep"), "LlamaForCausalLM has no experts"),
         (("--tp", "16", "--pp", "8"), "128 ranks; at most 64"),
         (("--devices", "65"), "--devices must be from 1 to 64"),
         (("--devices", "4", "--tp", "3"), "--devices 4 is no multiple of the 3 ranks"),

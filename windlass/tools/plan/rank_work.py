@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
+from windlass.config import CombineRule
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import UnsupportedError
 from windlass.layers.attention import Attention
@@ -19,7 +20,7 @@ from windlass.models.decoder import Block
 from windlass.models.hparams import HParams
 from windlass.models.rank_weights import RankNetwork, count_bytes
 from windlass.models.stages import Stage
-from windlass.tools.plan.fabric import Collective, CollectiveKind
+from windlass.tools.plan.fabric import Collective
 from windlass.tools.plan.kernel_times import Kernel, KernelKind
 
 _NORM_PASSES = 4  # a norm reads and writes the residual stream and its result
@@ -83,25 +84,25 @@ class RankWork:
         kept = tuple(each for each in collectives if each.num_ranks > 1)
         return StageWork(tuple(kernels), kept)
 
-    def expert_exchange(self, tokens: int) -> dict[CollectiveKind, list[Collective]]:
-        """What all mixtures of a step exchange: the engine's all-reduces, or two all-to-alls each.
+    def expert_combine(self, tokens: int) -> dict[CombineRule, list[Collective]]:
+        """How the mixtures of a step can sum what the ranks' experts give (layers/expert_combine.py).
 
-        An all-to-all sends tokens to their experts' ranks and results back, if every rank had its own
-        tokens.
+        With all-to-all, a rank gets the rows of its slice of the tokens, from ranks that have some of a
+        token's experts, and the summed slices are gathered.
         """
-        mixtures = [
-            mlp
-            for index in range(len(self.network.same_as))
-            if isinstance(mlp := cast(Block, self.network.layer(index)).mlp, MoE)
-        ]
+        layers = (self.network.layer(index) for index in range(len(self.network.same_as)))
+        mixtures = [mlp for layer in layers if isinstance(mlp := cast(Block, layer).mlp, MoE)]
         if not mixtures:
             return {}
-        routing = mixtures[0].experts.routing
-        received = self._stream_bytes(tokens) * routing.top_k // self.tp
-        pair = [Collective("all-to-all", received, self.tp)] * 2
+        used = 1 - (1 - 1 / self.tp) ** mixtures[0].experts.routing.top_k
+        stream = self._stream_bytes(tokens)
+        both = [
+            Collective("all-to-all", int(used * stream), self.tp),
+            Collective("all-gather", stream, self.tp),
+        ]
         return {
             "all-reduce": self._reduce(tokens, count=len(mixtures)),
-            "all-to-all": pair * len(mixtures),
+            "all-to-all": both * len(mixtures),
         }
 
     def step_bytes(self, tokens: int, rows: int) -> int:
@@ -125,6 +126,10 @@ class RankWork:
     def _reduce(self, tokens: int, count: int = 1) -> list[Collective]:
         return [Collective("all-reduce", self._stream_bytes(tokens), self.tp)] * count
 
+    def norm(self, tokens: int) -> Kernel:
+        """A norm with its residual addition."""
+        return self._small(tokens * self.hparams.hidden_size, _NORM_PASSES)
+
     def _small(self, values: float, passes: float) -> Kernel:
         return Kernel("small", values * passes * self.item_bytes)
 
@@ -143,13 +148,24 @@ class RankWork:
 
     def _attention(self, block: Block, index: int, size: StepSize, after: int) -> Iterator[Kernel]:
         attention = _attention_of(block)
-        yield self._small(after * self.hparams.hidden_size, _NORM_PASSES)
+        yield self.norm(after)
         for child in attention.modules():
             if isinstance(child, Linear):
-                yield self._gemm(child, after if child is attention.o_proj else size.tokens)
-            elif isinstance(child, AbsorbedWeight):  # two kernels read it, for queries and outputs
-                half = self._gemm(child, size.tokens)
-                yield from (Kernel(half.kind, half.num_bytes / 2, half.num_flops / 2),) * 2
+                yield self.gemm(child, after if child is attention.o_proj else size.tokens)
+            elif isinstance(child, AbsorbedWeight):
+                yield from [self.absorbed(child, size.tokens)] * 2
+        if isinstance(attention, Attention):  # RoPE and the write to the KV cache
+            qkv = (attention.heads.num_q + 2 * attention.heads.num_kv) * attention.heads.dim
+            yield self._small(size.tokens * qkv, 2)
+        yield self.attend(attention, index, size)
+
+    def absorbed(self, layer: AbsorbedWeight, tokens: int) -> Kernel:
+        """One of the two kernels that read a half of the weight each: for queries, and for outputs."""
+        both = self.gemm(layer, tokens)
+        return Kernel(both.kind, both.num_bytes / 2, both.num_flops / 2)
+
+    def attend(self, attention: Attention | MLA, index: int, size: StepSize) -> Kernel:
+        """Attention over the KV cache of layer `index`."""
         group, _ = self.layout.place(index)
         kept = self.layout.groups[group]
         context = min(size.context, kept.window or size.context)
@@ -159,19 +175,16 @@ class RankWork:
         if isinstance(attention, MLA):
             latent = attention.heads
             flops = 2 * size.tokens * context * latent.num_q * (latent.dim + latent.rank)
-            yield Kernel("latent attention", read, flops)
-            return
-        heads = attention.heads
-        qkv = (heads.num_q + 2 * heads.num_kv) * heads.dim
-        yield self._small(size.tokens * qkv, 2)  # RoPE and the write to the KV cache
+            return Kernel("latent attention", read, flops)
         kind: KernelKind = "8-bit attention" if kept.item_bytes == 1 else "attention"
-        yield Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
+        heads = attention.heads
+        return Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
 
     def _mlp(self, block: Block, tokens: int) -> Iterator[Kernel]:
-        yield self._small(tokens * self.hparams.hidden_size, _NORM_PASSES)
+        yield self.norm(tokens)
         for child in block.mlp.modules():
             if isinstance(child, Linear):
-                yield self._gemm(child, tokens)
+                yield self.gemm(child, tokens)
             elif isinstance(child, Experts):
                 yield self._experts(child, tokens)
             elif isinstance(child, GatedMLP | PlainMLP):
@@ -179,7 +192,8 @@ class RankWork:
         if isinstance(block.mlp, MoE) and block.mlp.shared_expert is not None:
             yield self._small(tokens * self.hparams.hidden_size, 3)
 
-    def _gemm(self, layer: StoredWeight, tokens: int) -> Kernel:
+    def gemm(self, layer: StoredWeight, tokens: int) -> Kernel:
+        """The product of a weight with some tokens."""
         num_out, num_in = sum(layer.parts.values()), layer.num_in
         moved = tokens * (num_out + num_in) * self.item_bytes
         return Kernel(
@@ -190,30 +204,31 @@ class RankWork:
 
     def _experts(self, experts: Experts, tokens: int) -> Kernel:
         """The experts of the busiest rank; all experts are equally likely."""
-        routing = experts.routing
+        routing, num_local = experts.routing, len(experts.down.parts)
+        pairs = busiest_pairs(tokens * routing.top_k, routing.num_experts // num_local)
+        return self.grouped(experts, pairs, expert_share(pairs, num_local))
+
+    def grouped(self, experts: Experts, pairs: float, share: float) -> Kernel:
+        """The grouped GEMMs of some (token, expert) pairs, which read a share of the experts."""
         num_weights = sum(experts.gate_up.parts.values()) * experts.gate_up.num_in
         num_weights += sum(experts.down.parts.values()) * experts.down.num_in
-        num_local = len(experts.down.parts)
-        groups = routing.num_experts // num_local
-        pairs = busiest_pairs(tokens * routing.top_k, groups)
-        share = expert_share(pairs, num_local)
         moved = pairs * 2 * self.hparams.hidden_size * self.item_bytes
         prepared = experts.down.prepared
         return Kernel(
             kind=_expert_kind("" if prepared is None else prepared.form),
             num_bytes=share * experts.num_bytes + moved,
-            num_flops=2 * pairs * num_weights / num_local,
+            num_flops=2 * pairs * num_weights / len(experts.down.parts),
         )
 
     def _head(self, rows: int) -> Iterator[Kernel]:
         head, vocab = self.network.head, self.hparams.vocab_size
-        yield self._small(rows * self.hparams.hidden_size, _NORM_PASSES)
-        yield self._gemm(head, rows)
+        yield self.norm(rows)
+        yield self.gemm(head, rows)
         yield from [Kernel("small", rows * vocab * 4 / 2)] * _SAMPLING_KERNELS
 
 
 def _attention_of(block: Block) -> Attention | MLA:
-    attention: object = block.self_attn
+    attention: object = block.mixer
     if isinstance(attention, Attention | MLA):
         return attention
     raise UnsupportedError(

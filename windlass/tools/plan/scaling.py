@@ -80,8 +80,8 @@ class Layout:
     batches: tuple[Batch, ...]
     ttft_ms: float
     ttft_communication: float
-    # Milliseconds of a step with the planned requests, with expert parallelism; see RankWork.
-    expert_exchange_ms: dict[str, float]
+    # Of a prompt's step with expert parallelism, by --expert-combine.
+    expert_combine_ms: dict[str, float]
 
     @property
     def fits(self) -> bool:
@@ -157,7 +157,7 @@ class ScalingQuery:
             )
 
     def shapes(self, has_experts: bool) -> Iterator[RankShape]:
-        """The shapes to compare."""
+        """The shapes to compare; those that were asked for, even if they are refused."""
         divisors = [size for size in range(1, self.devices + 1) if self.devices % size == 0]
         for tp in divisors if self.tp is None else [self.tp]:
             for pp in divisors if self.pp is None else [self.pp]:
@@ -165,7 +165,7 @@ class ScalingQuery:
                     continue
                 if not self.expert_parallel:
                     yield RankShape(tp, pp)
-                if self.expert_parallel or (has_experts and tp > 1):
+                if (self.expert_parallel and self.tp is not None) or (has_experts and tp > 1):
                     yield RankShape(tp, pp, expert_parallel=True)
 
 
@@ -207,6 +207,8 @@ class ScalingModel:
         """Compare all shapes of the query."""
         context = self._context(query.context)
         shapes = list(query.shapes(self.hparams.moe is not None))
+        if not shapes:  # expert parallelism on one device, or without experts
+            RankShape(tp=1, expert_parallel=True).check(self.hparams)
         layouts: list[Layout] = []
         refused: dict[str, str] = {}
         for shape in shapes:
@@ -301,7 +303,11 @@ class ScalingModel:
             ),
             ttft_ms=_ms(sum(each.total for each in prompt) + (chunks - 1) * slowest),
             ttft_communication=_share(prompt),
-            expert_exchange_ms=self._exchange(work, shape, query) if shape.ep > 1 else {},
+            expert_combine_ms={
+                rule: _ms(sum(map(self._fabric.seconds, found)))
+                for rule, found in work.expert_combine(PROMPT).items()
+                if shape.ep > 1
+            },
         )
 
     def _stage_times(
@@ -343,11 +349,6 @@ class ScalingModel:
             bubble=round(1 - count * once / (shape.pp * cycle), 4),
             usd_per_million=None if cost is None else round(cost * query.devices, 3),
         )
-
-    def _exchange(self, work: RankWork, shape: RankShape, query: ScalingQuery) -> dict[str, float]:
-        _, rows = _micro_batches(query.concurrency, query.devices // shape.num_ranks, shape.pp)
-        exchanges = work.expert_exchange(rows)
-        return {kind: _ms(sum(map(self._fabric.seconds, all_))) for kind, all_ in exchanges.items()}
 
     def _why_nothing_fits(self, layouts: Sequence[Layout], context: int) -> str:
         """Name the layout that comes nearest, and the fewest GPUs that would do."""
@@ -405,8 +406,8 @@ class ScalingModel:
             yield Assumption(
                 "routing",
                 "all experts are equally likely; the busiest of n ranks has sqrt(2 ln n) deviations more "
-                "pairs than the mean. Every rank has all tokens, so expert parallelism exchanges what "
-                "tensor parallelism does: one all-reduce",
+                "pairs than the mean. Every rank has all tokens, and the ranks all-reduce what their "
+                "experts give, as CUDA graphs do",
                 "assumed; skewed routing is slower",
             )
         yield Assumption(

@@ -25,10 +25,10 @@ def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> N
     if explain:
         console.print()
         for layout in found.layouts:
-            exchange = layout.expert_exchange_ms.items()
-            if layout.fits and exchange:
-                times = ", ".join(f"{ms:,.2f} ms with {kind}s" for kind, ms in exchange)
-                console.print(f"  experts of {layout.name} exchange per step: {times}")
+            if layout.fits and layout.expert_combine_ms:
+                rules = layout.expert_combine_ms.items()
+                times = ", ".join(f"{ms:,.2f} ms with {rule}" for rule, ms in rules)
+                console.print(f"  experts of {layout.name}, a prompt's collectives: {times}")
         for item in found.assumptions:
             console.print(f"  {item.name}: {item.value} [{item.source}]")
     console.print()
