@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from windlass.serve.formatters import Json
+from windlass.serve.media import EVENT_STREAM
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import Problem
 from windlass.text.completion import Completion, Delta
@@ -52,6 +53,7 @@ class AnthropicFormat:
     """Formats the responses of /v1/messages. Content blocks are numbered in order of appearance."""
 
     usage_in_events = False
+    media_type = EVENT_STREAM
 
     def __init__(self, prepared: Prepared, model: str) -> None:
         self._parsing = prepared.parsing
@@ -78,8 +80,8 @@ class AnthropicFormat:
         if message.content or not message.calls:
             blocks.append({"type": "text", "text": message.content})
         for call in message.calls:
-            values = _arguments(call.arguments)
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": values})
+            head = {"type": "tool_use", "id": call.id, "name": call.name}
+            blocks.append({**head, "input": call.values})
         return {
             **self._head,
             "content": blocks,
@@ -142,12 +144,3 @@ class AnthropicFormat:
     def error(self, problem: Problem) -> bytes:
         body = problem.anthropic_body()
         return _event(body["type"], error=body["error"])
-
-
-def _arguments(text: str) -> Json:
-    """The arguments of a call; an output that was cut has no complete ones."""
-    try:
-        values = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
-    return values if isinstance(values, dict) else {}

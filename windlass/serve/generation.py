@@ -20,6 +20,8 @@ from windlass.serve.bodies import read_as, reply, unknown_fields_header
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import cache_salt_of, key_name
+from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest
+from windlass.serve.ollama_format import OllamaFormat
 from windlass.serve.openai_format import OpenAIFormat
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
@@ -43,7 +45,7 @@ class ApiCall:
 
 
 class Generation:
-    """The endpoints of OpenAI's and Anthropic's APIs that generate text."""
+    """The endpoints of the APIs of OpenAI, Anthropic and Ollama that generate text."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -59,6 +61,12 @@ class Generation:
 
     async def messages(self, request: Request) -> Response:
         return await self._respond(request, self._anthropic)
+
+    async def ollama_chat(self, request: Request) -> Response:
+        return await self._respond(request, lambda raw, _: self._ollama(raw, is_chat=True))
+
+    async def ollama_generate(self, request: Request) -> Response:
+        return await self._respond(request, lambda raw, _: self._ollama(raw, is_chat=False))
 
     async def response(self, request: Request) -> Response:
         return await self._respond(request, self._responses)
@@ -129,6 +137,21 @@ class Generation:
             return AnthropicFormat(prepared, self._model_of(prepared))
 
         return ApiCall(body.chat(), make_format, body.unknown_fields)
+
+    def _ollama(self, raw: bytes, *, is_chat: bool) -> ApiCall:
+        body: OllamaChatRequest | OllamaGenerateRequest
+        request: GenerationBody
+        if is_chat:
+            body = OllamaChatRequest.read(raw)
+            request = body.chat()
+        else:
+            body = OllamaGenerateRequest.read(raw)
+            request = body.request()
+
+        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
+            return OllamaFormat(prepared, self._model_of(prepared), is_chat=is_chat)
+
+        return ApiCall(request, make_format, body.unknown_fields)
 
     def _model_of(self, prepared: Prepared) -> str:
         return prepared.requests[0].adapter or self._services.card.name

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from windlass.serve.formatters import Formatter, Json
+from windlass.serve.media import EVENT_STREAM
 from windlass.serve.problems import Problem
 from windlass.serve.protocol import GenerationRequest, StreamOptions
 from windlass.text.completion import Completion, Delta
@@ -27,6 +28,8 @@ def event(value: Json) -> bytes:
 
 class OpenAIFormat:
     """Formats the responses of /v1/chat/completions and /v1/completions."""
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self,

@@ -86,10 +86,15 @@ class Problem:
             kind = "overloaded_error" if self.status == 503 else "api_error"
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama_body(self) -> dict[str, Any]:
+        return {"error": self.message}
+
     def response(self, path: str) -> Response:
         """The response to a request of `path`, in the format of its API."""
-        is_anthropic = path.endswith(_ANTHROPIC_PATHS)
-        body = self.anthropic_body() if is_anthropic else self.body()
+        if path.endswith(_ANTHROPIC_PATHS):
+            body = self.anthropic_body()
+        else:
+            body = self.ollama_body() if path.startswith("/api/") else self.body()
         return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
 
 

@@ -76,6 +76,7 @@ class ResponseFormat(Protocol):
     """Formats the responses of one API."""
 
     usage_in_events: bool  # whether each delta needs the usage so far
+    media_type: str  # of a stream
 
     def whole(
         self, deltas: Mapping[int, Delta], completions: Sequence[Completion], usage: Json
@@ -257,6 +258,10 @@ class CompletionResponse:
             numbers = usage(self._prepared, self._served)
         return self._format.delta(delta, self._completions[delta.index], numbers)
 
+    @property
+    def media_type(self) -> str:
+        return self._format.media_type
+
     def error_event(self, error: EngineError) -> bytes:
         return self._format.error(problem_of(error))
 
@@ -282,7 +287,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         # Proxies must not buffer a stream.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), headers=headers, media_type="text/event-stream")
+        super().__init__((), headers=headers, media_type=completion.media_type)
         self._completion = completion
         self._first = first
         self._ticket = ticket

@@ -10,6 +10,7 @@ import msgspec
 
 from windlass.core.tokenizer import Tokenizer
 from windlass.serve.formatters import Json, num_reasoning_tokens
+from windlass.serve.media import EVENT_STREAM
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import Problem
 from windlass.serve.responses_api import ResponsesRequest
@@ -120,6 +121,7 @@ class ResponsesFormat:
     """Formats the responses of /v1/responses."""
 
     usage_in_events = False
+    media_type = EVENT_STREAM
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from windlass.serve.bodies import read_as, reply, reply_off_loop
 from windlass.serve.generation import Generation
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
+from windlass.serve.ollama_routes import OllamaRoutes
 from windlass.serve.protocol import (
     DetokenizeRequest,
     LoadAdapterRequest,
@@ -219,11 +220,15 @@ def make_router(services: Services) -> APIRouter:
     """Create the router with all endpoints of one server."""
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
+    ollama = OllamaRoutes(services)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": generation.chat,
         "/v1/completions": generation.completion,
         "/v1/responses": generation.response,
+        "/api/chat": generation.ollama_chat,
+        "/api/generate": generation.ollama_generate,
+        "/api/show": ollama.show,
         "/v1/messages": generation.messages,
         "/v1/messages/count_tokens": generation.count_tokens,
         "/tokenize": texts.tokenize,
@@ -240,6 +245,8 @@ def make_router(services: Services) -> APIRouter:
     }
     gets: dict[str, Endpoint] = {
         "/v1/models": operations.models,
+        "/api/tags": ollama.tags,
+        "/api/version": operations.version,
         "/v1/models/{name:path}": operations.model,
         "/health": operations.ready,
         "/health/live": operations.live,

@@ -162,6 +162,15 @@ class ToolCall:
     name: str
     arguments: str = ""
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments as an object; {} for a call that was cut, or whose arguments are no object."""
+        try:
+            values = json.loads(self.arguments)
+        except ValueError:
+            return {}
+        return values if isinstance(values, dict) else {}
+
 
 @dataclass(slots=True)
 class ParsedMessage:

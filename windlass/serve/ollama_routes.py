@@ -1,0 +1,72 @@
+"""Ollama's endpoints that list and describe models."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from hashlib import sha256
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.serve.bodies import read_as, reply
+from windlass.serve.formatters import Json
+from windlass.serve.ollama_api import OllamaShowRequest, model_name
+from windlass.serve.services import Services
+
+
+class OllamaRoutes:
+    """The endpoints /api/tags and /api/show."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def tags(self) -> Response:
+        """The model and its adapters."""
+        names = [self._services.card.name, *self._services.client.adapters.folders]
+        started = datetime.fromtimestamp(self._services.started, UTC).isoformat()
+        return reply(
+            {
+                "models": [
+                    {
+                        "name": name,
+                        "model": name,
+                        "modified_at": started,
+                        "size": self._services.client.report.memory.get("weights", 0),
+                        "digest": sha256(name.encode()).hexdigest(),
+                        "details": self._details(),
+                    }
+                    for name in names
+                ]
+            }
+        )
+
+    async def show(self, request: Request) -> Response:
+        body = await read_as(request, OllamaShowRequest.read, self._services)
+        self._services.preparer.adapter_of(model_name(body.model or body.name))
+        card = self._services.card
+        capabilities = ["completion"] if card.chat_template is None else ["completion", "tools"]
+        return reply(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": card.chat_template or "",
+                "details": self._details(),
+                "model_info": {
+                    "general.architecture": card.architecture,
+                    "general.name": card.name,
+                    f"{card.architecture}.context_length": self._services.client.report.max_model_len,
+                },
+                "capabilities": capabilities,
+            }
+        )
+
+    def _details(self) -> Json:
+        family = self._services.card.architecture
+        return {
+            "parent_model": "",
+            "format": "gguf" if self._services.card.path.endswith(".gguf") else "safetensors",
+            "family": family,
+            "families": [family],
+            "parameter_size": "",
+            "quantization_level": "",
+        }
