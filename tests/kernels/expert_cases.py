@@ -45,11 +45,14 @@ def expert_gemm(
         **pointers,
         "tile_experts": I,
         **{"alpha": "fp32", "limit": "fp32", "M": "i32", "stride": "i32", "prefetched": "i32"},
+        "num_experts": "i32",
     }
     if kind == "fp8" and (gated or chosen.rows > 1):
         signature |= {"x": FP8, "x_scales": F}
     if chosen.rows > 1:
         signature |= {"tile_rows": I, "pairs": I}
+    if chosen.rows > 1 and gated:
+        signature["counts"] = I
     oss = model is GPT_OSS
     if oss:
         signature["bias"] = X

@@ -69,7 +69,8 @@ def test_sorted_pairs_fill_tiles_of_one_expert(rows: int, tokens: int) -> None:
     from windlass.kernels.triton.experts_routing import route, sort_pairs
 
     logits = torch.randn(tokens, 12) + torch.arange(12) / 2  # uneven, and some without tokens
-    routed = route(logits, None, Routing(num_experts=12, top_k=3), counted=True)
+    counts = torch.zeros(12, dtype=torch.int32)
+    routed = route(logits, None, Routing(num_experts=12, top_k=3), counts=counts)
     tiles = sort_pairs(routed, rows)
     assert tiles.num_rows is not None
     assert tiles.pairs is not None

@@ -107,3 +107,16 @@ def test_few_rows_use_the_splits_of_one_row_if_nearly_as_fast(
     gemm.calls.clear()
     gemm.linear(x, weight)
     assert gemm.calls == [best]
+
+
+def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
+    timed: dict[Any, float],
+) -> None:
+    gemm, (weight, _) = FakeTunedGemm(), layer()
+    timed |= {None: 1.0, Tiling(16, 8): 1.2}
+    x = torch.randn(1, SHAPE[1])
+    tilings = module._tilings(SHAPE, 1)
+    gemm._try("linear", tilings, [weight], x, lambda w: linear(x, w), gemm._skinny)
+    gemm.calls.clear()
+    gemm.linear(x, weight)
+    assert gemm.calls == [Tiling(16, 8)]

@@ -157,17 +157,30 @@ class TritonMLP(ExpertMLP):
         self._routing, self._activation = weights.routing, weights.activation
         self._num_local, self._load = weights.num_local, weights.load
         self._expert_map = weights.expert_map()
+        device = self._down.codes.device
+        self._counts = torch.zeros(self._num_local, dtype=torch.int32, device=device)
         self._plans = plans or plans_of(self._gate_up)
 
     def with_plans(self, plans: Sequence[Plan]) -> TritonMLP:
         """Return the same weights, multiplied with other plans."""
         twin = copy(self)
-        twin._plans = plans
+        twin._plans, twin._counts = plans, torch.zeros_like(self._counts)
         return twin
+
+    def using(self, workers: Workers) -> TritonMLP:
+        del workers
+        return self.with_plans(self._plans)
 
     def tensors(self) -> Sequence[Tensor | None]:
         stacks = *self._gate_up.tensors(), *self._down.tensors()
-        return *stacks, *self._biases, self._correction_bias, self._expert_map, self._load
+        return (
+            *stacks,
+            *self._biases,
+            self._correction_bias,
+            self._expert_map,
+            self._load,
+            self._counts,
+        )
 
     def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
         routing = self._routing
@@ -178,8 +191,7 @@ class TritonMLP(ExpertMLP):
             logits,
             self._correction_bias,
             routing,
-            counted=plan.rows > 1,
-            num_local=self._num_local,
+            counts=self._counts if plan.rows > 1 else None,
             expert_map=self._expert_map,
             load=self._load,
             x=x if quantised is not None else None,
@@ -233,11 +245,13 @@ class TritonMLP(ExpertMLP):
             tiles.experts,
             tiles.num_rows,
             tiles.pairs,
+            self._counts if gated and tiles.rows > 1 else None,
             activation.alpha,
             activation.limit,
             num_rows,
             stack.num_rows,
             min(stack.codes.shape[1] * stack.codes.itemsize, prefetched),
+            self._num_local,
             N=num_out,
             K=stack.num_in,
             TOP_K=top_k if gated else 1,

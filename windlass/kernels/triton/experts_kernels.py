@@ -436,7 +436,7 @@ def _multiply(
     _store(acc, bias, out, pair, inside, alpha, limit, N, GATED, KIND)
 
 
-@triton.jit(do_not_specialize=["M", "prefetched"])
+@triton.jit(do_not_specialize=["M", "prefetched", "num_experts"])
 def expert_gemm_kernel(
     x,
     x_scales,
@@ -450,11 +450,13 @@ def expert_gemm_kernel(
     tile_experts,
     tile_rows,
     pairs,
+    counts,
     alpha,
     limit,
     M,
     stride,
     prefetched,
+    num_experts,
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -475,12 +477,17 @@ def expert_gemm_kernel(
 
     The weight of an expert is [N, K]; x has M rows, and scales per group are [groups, stride]. The
     second GEMM of unsorted pairs prefetches `prefetched` bytes of each row of the weight. A tile that
-    is at most half full is computed with fewer rows, 16 at least, and more stages.
+    is at most half full is computed with fewer rows, 16 at least, and more stages. `counts` becomes
+    zero, for the next routing.
     """
     # The kernel before the second GEMM has waited for the routing before it let this one start.
     if GATED:
         pdl.wait(PDL)
     tile = tl.program_id(1)
+    if counts is not None:  # noqa: SIM102 (a constant)
+        if (tile == 0) & (tl.program_id(0) == 0):
+            each = tl.arange(0, 512)  # the most experts
+            tl.store(counts + each, each * 0, mask=each < num_experts)
     num_rows = 1
     if tile_rows is not None:
         num_rows = tl.load(tile_rows + tile)

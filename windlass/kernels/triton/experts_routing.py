@@ -194,26 +194,23 @@ def route(
     bias: Tensor | None,
     routing: Routing,
     *,
-    counted: bool = False,
-    num_local: int | None = None,
+    counts: Tensor | None = None,
     expert_map: Tensor | None = None,
     load: Tensor | None = None,
     x: Tensor | None = None,
     quantised: ExpertInputs | None = None,
 ) -> Routed:
-    """Choose the experts of each token; with `counted` the pairs can be sorted.
+    """Choose the experts of each token.
 
-    With `expert_map`, the rank has `num_local` experts. `load` counts the tokens of each expert. Also
-    quantises x to `quantised`, which costs no launch of its own.
+    `counts`, zeros [L], counts the pairs of each expert of this rank, so that they can be sorted; the
+    first GEMM sets it to zero again. `expert_map` has the experts' indices on this rank. `load` counts
+    the tokens of each expert. Also quantises x to `quantised`, which costs no launch of its own.
     """
     tokens, top_k = logits.shape[0], routing.top_k
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
     experts = logits.new_empty((tokens, top_k), dtype=torch.int32)
     local = experts if expert_map is None else torch.empty_like(experts)
-    counts = places = None
-    if counted:
-        counts = logits.new_zeros(num_local or routing.num_experts, dtype=torch.int32)
-        places = torch.empty_like(experts)
+    places = None if counts is None else torch.empty_like(experts)
     limited = routing.top_groups < routing.num_groups
     num_groups = routing.num_groups if limited else 1
     group_size = routing.num_experts // num_groups

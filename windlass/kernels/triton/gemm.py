@@ -22,6 +22,9 @@ _TILINGS = [
     *[Tiling(n, s) for n in (32, 64) for s in (2, 4, 8)],
     *[Tiling(32, s, 8) for s in (2, 4)],
 ]
+# For weights of few outputs, such as routers, which would give few programs.
+_SMALL = [Tiling(16, s) for s in (4, 8)]
+_SMALL_OUTPUTS = 256
 _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
@@ -38,6 +41,7 @@ _MEASURED_AT = (1, 4, 8, 64)
 # A skinny kernel may measure slightly slower: in a step it starts while the previous kernel ends (PDL),
 # which these measurements show only in part.
 _MARGIN = 1.04
+_SMALL_MARGIN = 1.25  # such a kernel takes about as long as it waits for the previous one
 _COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
 Shape = tuple[int, ...]
@@ -191,7 +195,8 @@ class TunedGemm(TorchGemm):
         skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
     ) -> None:
         """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`."""
-        best = _MARGIN * _time(group, default)
+        margin = _SMALL_MARGIN if group[0].shape[0] <= _SMALL_OUTPUTS else _MARGIN
+        best = margin * _time(group, default)
         few, one_row = x.shape[0] <= _FEW_ROWS, self._chosen.get((kind, group[0].shape, 1))
         for tiling in tilings:
             took = _time(group, partial(_with, tiling, skinny_gemm, x))
@@ -214,6 +219,8 @@ def _supports(weight: Tensor) -> bool:
 def _tilings(shape: Shape, rows: int) -> list[Tiling]:
     """The tilings to measure for a GEMM."""
     known = _TILINGS if rows <= _FEW_ROWS else _MANY_ROWS
+    if rows <= _FEW_ROWS and shape[0] <= _SMALL_OUTPUTS:
+        known = known + _SMALL
     return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MAX_SPLIT_OUTPUTS]
 
 

@@ -31,7 +31,7 @@ from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.slots import SlotTables
 
 # Captured token counts. Larger steps keep the GPU busy longer than the host needs to launch them.
-_SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+_SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
 _MAX_CHUNKS = 32  # prompt chunks per step
 _MAX_DRAFTING_ROWS = 32  # max rows of a mixed step that also drafts
 
