@@ -11,7 +11,7 @@ import torch
 
 from tests.models.tiny import add_value
 
-_PERMUTED = ("granite", "smollm3")  # as llama
+_PERMUTED = ("granite", "internlm2", "smollm3")  # as llama
 _TRANSPOSED = ("c_attn", "c_fc", "c_proj")  # of GPT-2
 
 

@@ -44,6 +44,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox-sequential": ("gptneox", {"use_parallel_residual": False}),
     "granite": ("granite", GRANITE),
     "granite-bias": ("granite", GRANITE),
+    "falcon3": ("internlm2", {}),  # the mathematics of both are Llama's
     "nemotron": ("nemotron", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo2", WINDOW),
