@@ -77,7 +77,7 @@ def choose_methods(
     def chosen(method_of: MethodOf, value: str, reason: str) -> Methods:
         table_dtype = table.dtype if isinstance(table, FileDtype) else None
         return Methods(
-            method_of=lambda module: plain(module) if _is_router(module) else method_of(module),
+            method_of=lambda module: plain(module) if is_router(module) else method_of(module),
             linears=linears,
             choice=Choice("weights", value, reason),
             table_dtype=table_dtype,
@@ -115,7 +115,7 @@ def choose_methods(
     return chosen(plain, plain(_ANY_LAYER).name, plain.reason)
 
 
-def _is_router(module: str) -> bool:
+def is_router(module: str) -> bool:
     """Whether a module chooses or weights experts: these are small, and never quantised."""
     return module.rpartition(".")[2] in ("gate", "shared_expert_gate")
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from windlass.errors import CheckpointError
+from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.checkpoint import Checkpoint, StoredTensor, missing
 from windlass.quant.shard import Region
 
@@ -218,10 +218,53 @@ def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:
     return MappedCheckpoint(checkpoint, rules) if rules else checkpoint
 
 
+def added_when_read(name: str, rules: Sequence[Rule]) -> float:
+    """What the rules add to a tensor that a file has under the network's name."""
+    return sum(rule.add for rule in rules if rule.add and re.fullmatch(rule.pattern, name))
+
+
 def before_reading(name: str, tensor: torch.Tensor, rules: Sequence[Rule]) -> torch.Tensor:
     """What a file must have under the network's name, so that reading it with the rules gives `tensor`."""
-    added = sum(rule.add for rule in rules if rule.add and re.fullmatch(rule.pattern, name))
+    added = added_when_read(name, rules)
     return tensor.float() - added if added else tensor
+
+
+class FileNames:
+    """The names under which tensors of the network are written, so that the rules read them again.
+
+    A tensor that the source has under another name keeps that name; a part of a fused one gets the
+    network's.
+    """
+
+    def __init__(self, names: Collection[str], rules: Sequence[Rule]) -> None:
+        """`names`: of the source's tensors."""
+        self._rules = [(re.compile(rule.pattern), rule) for rule in rules]
+        self._sources = {
+            target: name
+            for name in names
+            for target, source in _targets(name, self._rules)
+            if source.rule is not None and source.rule.is_rename and source.rule.stack is None
+        }
+
+    def of(self, name: str) -> str:
+        """The file's name of a tensor of the network, which may be quantised: X.weight_packed."""
+        for candidate in (*self._candidates(name), name):
+            if [target for target, _ in _targets(candidate, self._rules)] == [name]:
+                return candidate
+        raise UnsupportedError(
+            f"tensor {name} cannot be written: in files of this architecture the name means another "
+            "tensor, and the source has no name for it."
+        )
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        if name in self._sources:
+            yield self._sources[name]
+        module = name
+        while "." in module:
+            module = module.rpartition(".")[0]
+            weight = self._sources.get(f"{module}.weight")
+            if weight is not None:
+                yield weight.removesuffix(".weight") + name.removeprefix(module)
 
 
 def _targets(

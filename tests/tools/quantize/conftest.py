@@ -77,6 +77,11 @@ def write_model(folder: Path, **changes: object) -> Path:
     config = CONFIG | changes
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tiny_tensors(config), folder / "model.safetensors")
+    return write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of single bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from windlass.errors import ConfigError, UnsupportedError
 from windlass.models import gguf_tokenizer, tokenizer_files
 from windlass.models.gguf_file import GGUFCheckpoint
+from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
 from windlass.models.source import INDEX, ModelFiles
 from windlass.models.tokenizer import TextSide
@@ -41,6 +42,7 @@ _MODEL_TYPES = {
 }
 
 
+_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")
 T = TypeVar("T")
 
 
@@ -113,9 +115,9 @@ def _gguf_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def write_config(folder: Path, config: dict[str, Any], recipe: Recipe) -> None:
+def write_config(folder: Path, config: dict[str, Any], recipe: Recipe, hparams: HParams) -> None:
     """Write config.json with quantization_config."""
-    written = {**config, "quantization_config": quantization_config(recipe)}
+    written = {**config, "quantization_config": quantization_config(recipe, hparams)}
     key = "dtype" if "dtype" in config else "torch_dtype"
     written[key] = _dtype_name(recipe.dtype)
     _write_json(folder / "config.json", written)
@@ -127,7 +129,7 @@ def write_plain_config(folder: Path, config: dict[str, Any], dtype: torch.dtype)
     _write_json(folder / "config.json", {**config, key: _dtype_name(dtype)})
 
 
-def quantization_config(recipe: Recipe) -> dict[str, Any]:
+def quantization_config(recipe: Recipe, hparams: HParams) -> dict[str, Any]:
     if recipe.format == "awq":
         return {
             "quant_method": "awq",
@@ -161,10 +163,10 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ["lm_head"],
         }
-    return _compressed_tensors(recipe)
+    return _compressed_tensors(recipe, hparams)
 
 
-def _compressed_tensors(recipe: Recipe) -> dict[str, Any]:
+def _compressed_tensors(recipe: Recipe, hparams: HParams) -> dict[str, Any]:
     is_float = recipe.method == "fp8"
     weights: dict[str, Any] = {
         "num_bits": recipe.bits,
@@ -195,7 +197,7 @@ def _compressed_tensors(recipe: Recipe) -> dict[str, Any]:
         "format": kind,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(_ROUTERS if hparams.moe is not None else ())],
         "kv_cache_scheme": None,
     }
 

@@ -13,34 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.errors import CheckpointError, UnsupportedError
+from windlass.errors import CheckpointError
 from windlass.kernels import gemm_io, reference, torch_attention
 from windlass.kernels.batch import KVCache, Span, StepBatch, attention_layout
 from windlass.kernels.gemm import Norm
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
+from windlass.layers.moe import MoE
 from windlass.layers.rotary import Rotary
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.decoder import Block
+from windlass.models.families.registry import family_of
 from windlass.models.hparams import HParams
+from windlass.models.methods import is_router
 from windlass.models.network import Parts
 from windlass.models.rope import frequencies
+from windlass.models.tensor_rules import added_when_read, before_reading
 from windlass.quant.unquantised import Unquantised
+from windlass.tools.quantize.experts import Experts
 
 _BATCH_TOKENS = 4096
 _BLOCK_SIZE = 16
 _IGNORED = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
+_FLOAT32 = "e_score_correction_bias"  # its differences decide between experts
 
 Hook = Callable[[nn.Module, Tensor], Tensor]
 
-# Reference ops on every device: a kernel's rounding must not affect the calibration.
-_OPS = Ops(
-    rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
-    silu_mul=reference.silu_mul,
-    rope_write=reference.rope_write,
-    attention=torch_attention.attention,
-)
+
+def _ops(hparams: HParams) -> Ops:
+    """Reference ops on every device: a kernel's rounding must not affect the calibration."""
+    has_fused = hparams.attention_soft_cap is None and not hparams.attention_sinks
+    return Ops(
+        rms_norm=reference.rms_norm,
+        add_rms_norm=reference.add_rms_norm,
+        silu_mul=reference.silu_mul,
+        attention=torch_attention.attention if has_fused else reference.attention,
+    )
 
 
 class _Hooked(Unquantised):
@@ -117,7 +125,7 @@ class InputCollector:
         self._gram = torch.zeros(num_in, num_in, device=device)
         self._sum_abs = torch.zeros(num_in, device=device)
         self._max_abs = torch.zeros(num_in, device=device)
-        self._count = 0
+        self.count = 0  # tokens
 
     def add(self, x: Tensor) -> None:
         """x: [tokens, K]"""
@@ -125,36 +133,35 @@ class InputCollector:
         sizes = x.abs()
         self._sum_abs += sizes.sum(0)
         self._max_abs = torch.maximum(self._max_abs, sizes.amax(0))
-        self._count += x.shape[0]
+        self.count += x.shape[0]
 
     def result(self) -> InputStats:
-        return InputStats(self._gram / self._count, self._sum_abs / self._count, self._max_abs)
+        return InputStats(self._gram / self.count, self._sum_abs / self.count, self._max_abs)
 
 
 class Layer:
     """Owns the float32 weights of one decoder layer, which quantisation changes in place."""
 
     def __init__(self, index: int, hparams: HParams, device: torch.device) -> None:
-        if hparams.architecture not in _KNOWN:
-            raise UnsupportedError(
-                f"architecture {hparams.architecture!r} cannot be quantised. "
-                f"Known: {', '.join(_KNOWN)}."
-            )
         self.index = index
         self.prefix = f"model.layers.{index}."
         self._hparams = hparams
         self._device = device
         self._hook: Hook = _no_hook
+        self._rules = family_of(hparams.architecture).rules(hparams)
         method = _Hooked(lambda layer, x: self._hook(layer, x))
+        plain = Unquantised(torch.float32)
         parts = Parts(
             dtype=torch.float32,
             device=device,
             max_positions=1,
-            ops=_OPS,
-            method_for=lambda *_: method,
+            ops=_ops(hparams),
+            method_for=lambda _, names: plain if all(map(is_router, names)) else method,
         )
         with torch.device("meta"):
             self.block = Block(index, hparams, parts)
+            if isinstance(self.block.mlp, MoE):
+                self.block.mlp.add_module("experts", Experts(hparams, method))
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         """Load the block; tensors that stay unquantised are cast to the file's dtype."""
@@ -164,8 +171,8 @@ class Layer:
                 read = [_checked(checkpoint.read(full, shape), full) for full, shape in parts]
                 used.update(full for full, _ in parts)
                 whole = torch.cat(read) if len(read) > 1 else read[0]
-                if not (isinstance(module, Linear) and name == "weight"):
-                    whole = cast_checked(whole, dtype, parts[0][0])
+                if name != "weight" or not self._is_quantised(module):
+                    whole = self.as_read(parts[0][0], whole, dtype)
                 wide = whole.to(self._device, torch.float32)
                 setattr(module, name, nn.Parameter(wide, requires_grad=False))
         own = [name for name in checkpoint.names() if name.startswith(self.prefix)]
@@ -173,14 +180,32 @@ class Layer:
         if left:
             raise CheckpointError(f"layer {self.index} has unknown tensors: {', '.join(left[:5])}.")
 
+    def as_stored(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """An unquantised tensor as the file of that dtype has it."""
+        if name.endswith(_FLOAT32):
+            dtype = torch.float32
+        return cast_checked(before_reading(name, tensor, self._rules), dtype, name)
+
+    def as_read(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """An unquantised tensor as a reader of the file gets it."""
+        stored = self.as_stored(name, tensor, dtype)
+        return stored.float() + added_when_read(name, self._rules)
+
+    def _is_quantised(self, module: nn.Module) -> bool:
+        return isinstance(module, Linear) and not all(map(is_router, module.parts))
+
     @property
     def linears(self) -> dict[str, Linear]:
-        """By path in the block: "self_attn.qkv_proj"."""
-        return {p: m for p, m in self.block.named_modules() if isinstance(m, Linear)}
+        """The layers to quantise, by path in the block: "self_attn.qkv_proj"."""
+        found = {p: m for p, m in self.block.named_modules() if isinstance(m, Linear)}
+        return {path: linear for path, linear in found.items() if self._is_quantised(linear)}
 
     @torch.inference_mode()
     def collect(self, hidden: Hidden) -> dict[str, InputStats]:
-        """Run the layer, and return the input statistics of each linear layer by path."""
+        """Run the layer, and return the input statistics of each linear layer by path.
+
+        An expert that no token chose has none.
+        """
         collectors = {
             linear: InputCollector(linear.num_in, self._device) for linear in self.linears.values()
         }
@@ -192,7 +217,11 @@ class Layer:
 
         for _ in self._run(hidden, hook):
             pass
-        found = {path: collectors[linear].result() for path, linear in self.linears.items()}
+        found = {
+            path: collectors[linear].result()
+            for path, linear in self.linears.items()
+            if collectors[linear].count
+        }
         for path, inputs in found.items():
             if not bool(torch.isfinite(inputs.gram).all()):
                 raise CheckpointError(
@@ -218,16 +247,22 @@ class Layer:
 
     def _run(self, hidden: Hidden, hook: Hook) -> Iterator[Tensor]:
         self._hook = hook
-        inv_freq, scale = frequencies(self._hparams.rope, self._hparams.max_positions)
-        rotary = Rotary(
-            inv_freq=inv_freq, scale=scale, max_positions=max(hidden.lengths), device=self._device
-        )
+        cos_sin = self._cos_sin(max(hidden.lengths))
         for first, lengths in hidden.batches():
             batch = self._batch(lengths)
             x = hidden.states[first : first + sum(lengths)].to(self._device)
             norm = self.block.input_layernorm
-            _, residual = self.block(*norm.add(x, None), norm, batch, rotary.cos_sin)
+            _, residual = self.block(*norm.add(x, None), norm, batch, cos_sin)
             yield residual.cpu()
+
+    def _cos_sin(self, max_positions: int) -> Tensor | None:
+        rope = self._hparams.rope_of(self.index)
+        if rope is None:
+            return None
+        inv_freq, scale = frequencies(rope, self._hparams.max_positions)
+        return Rotary(
+            inv_freq=inv_freq, scale=scale, max_positions=max_positions, device=self._device
+        ).cos_sin
 
     def _batch(self, lengths: list[int]) -> StepBatch:
         """Make a batch of whole samples, each with its own KV blocks."""
@@ -254,9 +289,6 @@ class Layer:
             spans=spans,
             kv=[pages] * hparams.num_layers,
         )
-
-
-_KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def _no_hook(_layer: nn.Module, x: Tensor) -> Tensor:

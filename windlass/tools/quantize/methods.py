@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.tools.quantize.gptq import gptq
-from windlass.tools.quantize.layer import InputStats, Layer, cast_checked
+from windlass.tools.quantize.layer import InputStats, Layer
 from windlass.tools.quantize.recipe import BLOCK, Recipe
 from windlass.tools.quantize.scaling import folds_of, search_clip, search_scale, smoothing_scale
 from windlass.tools.quantize.weights import (
@@ -83,6 +83,8 @@ def _fold(
     if recipe.method not in ("awq", "smoothquant"):
         return strengths
     for fold in folds_of(layer.block):
+        if fold.name not in inputs:  # an expert that no token chose
+            continue
         weight, stats = fold.linear.get_parameter("weight"), inputs[fold.name]
         if recipe.method == "awq":
             found = search_scale(weight, stats, recipe.grid(fold.linear.num_in), fold.sources)
@@ -96,16 +98,18 @@ def _fold(
         inputs[fold.name] = stats.divided(scale[fold.sources])
     for path, module in layer.block.named_modules():
         if path.endswith("layernorm"):
-            norm = module.get_parameter("weight")
-            norm.copy_(cast_checked(norm, recipe.dtype, f"{layer.prefix}{path}.weight"))
+            for name, value in module.named_parameters(recurse=False):
+                value.copy_(layer.as_read(f"{layer.prefix}{path}.{name}", value, recipe.dtype))
     return strengths
 
 
 def _gptq(weight: Tensor, inputs: InputStats | None, recipe: Recipe) -> IntWeight | None:
-    """Quantise all parts of a merged layer at once with GPTQ: they share inputs. None: other method."""
-    if recipe.method != "gptq":
+    """Quantise all parts of a merged layer at once with GPTQ: they share inputs.
+
+    None: another method, or an expert without inputs, whose weights are rounded to nearest.
+    """
+    if recipe.method != "gptq" or inputs is None:
         return None
-    assert inputs is not None
     grid = recipe.grid(weight.shape[1])
     return gptq(weight, inputs.gram, grid, recipe.act_order, recipe.damping)
 
@@ -119,8 +123,7 @@ def _quantise_part(
     if recipe.method == "nf4":
         return to_nf4(weight, recipe.group_size)
     grid = recipe.grid(num_in)
-    if recipe.method == "awq" and recipe.clip and part not in _NEVER_CLIPPED:
-        assert inputs is not None
+    if recipe.method == "awq" and recipe.clip and part not in _NEVER_CLIPPED and inputs is not None:
         return round_to_nearest(weight, grid, search_clip(weight, inputs, grid))
     return round_to_nearest(weight, grid)
 

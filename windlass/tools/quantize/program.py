@@ -21,10 +21,12 @@ from windlass.core.card import ModelCard
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
 from windlass.models.card import load_card, load_hparams, open_checkpoint
-from windlass.models.checkpoint import Checkpoint
+from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from windlass.models.families.registry import family_of
 from windlass.models.hparams import HParams
 from windlass.models.json_file import merged
 from windlass.models.source import ModelFiles, resolve
+from windlass.models.tensor_rules import FileNames, before_reading
 from windlass.runner.device import choose_device, choose_threads
 from windlass.text.chat_template import ChatTemplate
 from windlass.tools.quantize import checkpoint_files, layouts
@@ -92,10 +94,13 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
             log(f"resuming after {partial.num_done} layers in {partial.folder}")
         loop = _LayerLoop(source=source, recipe=recipe, device=device, partial=partial)
         seconds = loop.run(calibration, progress)
+        if calibration is not None:
+            for note in _unused_experts(partial.reports):
+                log(note)
         report = _report(recipe, calibration, source, layers=partial.reports, seconds=seconds)
 
         def write_rest(folder: Path) -> None:
-            checkpoint_files.write_config(folder, source.config, recipe)
+            checkpoint_files.write_config(folder, source.config, recipe, source.hparams)
             checkpoint_files.write_text_files(folder, files, job.model.tokenizer)
             checkpoint_files.write_quality(folder, report)
 
@@ -120,11 +125,23 @@ def _check(job: QuantizeJob) -> None:
 
 def _source_warnings(source: _Source) -> list[str]:
     """Warn about a source that was quantised before."""
-    name = "model.layers.0.mlp.down_proj.weight"
+    name = "model.layers.0.self_attn.o_proj.weight"
     stored = source.checkpoint.stored(name).format
     if stored in ("f32", "f16", "bf16"):
         return []
     return [f"the source's weights are {stored} already: that loss remains"]
+
+
+def _unused_experts(layers: list[dict[str, Any]]) -> list[str]:
+    """Say which experts have no statistics."""
+    linears = [quality for layer in layers for quality in layer["linears"].values()]
+    count = sum("output_error" not in quality for quality in linears)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(linears)} linear layers belong to experts that no calibration token "
+        "chose: their weights are rounded to nearest"
+    ]
 
 
 def _calibration(job: QuantizeJob, card: ModelCard) -> Calibration | None:
@@ -183,6 +200,11 @@ class _LayerLoop:
         self._recipe = recipe
         self._device = device
         self._partial = partial
+        files, hparams = source.files, source.hparams
+        self._rules = family_of(hparams.architecture).rules(hparams)
+        is_folder = files.kind == "folder"
+        stored = SafetensorsCheckpoint(files.weights, files.index).names() if is_folder else ()
+        self._names = FileNames(stored, self._rules)
 
     def run(self, calibration: Calibration | None, progress: Progress) -> float:
         """Quantise the remaining layers; return the seconds that took."""
@@ -201,7 +223,7 @@ class _LayerLoop:
             if hidden is not None:
                 hidden = layer.run(hidden, activation_quantiser(self._recipe))
             report = {"layer": index, "linears": made.quality}
-            partial.add(self._tensors(layer, made), report, hidden)
+            partial.add(self._named(self._tensors(layer, made)), report, hidden)
             progress(index + 1, hparams.num_layers, _error_text(report))
         return time.monotonic() - began
 
@@ -215,29 +237,33 @@ class _LayerLoop:
                 f"the tokenizer gives the id {int(ids.max())}, the model has {hparams.vocab_size}. "
                 "They do not match; check --tokenizer."
             )
-        return Hidden(table[ids].float(), tuple(map(len, samples)))
+        scale = torch.tensor(hparams.embedding_scale, dtype=self._recipe.dtype).item()
+        states = table[ids].float() * scale
+        if hparams.learned_positions:
+            shape = (hparams.learned_positions, hparams.hidden_size)
+            rows = self._source.checkpoint.read("model.embed_positions.weight", shape)
+            positions = torch.cat([torch.arange(len(sample)) for sample in samples])
+            states += rows[positions].float()
+        return Hidden(states, tuple(map(len, samples)))
 
     def _tensors(self, layer: Layer, made: Quantised) -> dict[str, Tensor]:
-        """Return the tensors of a layer in the file."""
+        """Return the tensors of a layer in the file, under the network's names."""
         tensors: dict[str, Tensor] = {}
         for name, weight in made.weights.items():
             packed = packed_for(self._recipe, weight)
             tensors |= {f"{layer.prefix}{name}.{key}": value for key, value in packed.items()}
+        plain: dict[str, Tensor] = {}
         for path, module in layer.block.named_modules():
-            if isinstance(module, Linear):
-                tensors |= self._biases(layer, path, module)
-                continue
             for name, value in module.named_parameters(recurse=False):
-                tensors[f"{layer.prefix}{path}.{name}"] = value.to(self._recipe.dtype)
-        return tensors
-
-    def _biases(self, layer: Layer, path: str, linear: Linear) -> dict[str, Tensor]:
-        if linear.bias is None:
-            return {}
-        parent = path.rpartition(".")[0]
-        parts = linear.bias.to(self._recipe.dtype).split(list(linear.parts.values()))
-        names = [f"{layer.prefix}{parent}.{part}.bias" for part in linear.parts]
-        return dict(zip(names, parts, strict=True))
+                if not isinstance(module, Linear):
+                    plain[f"{layer.prefix}{path}.{name}"] = value
+                elif name != "weight" or path not in layer.linears:
+                    parent = f"{layer.prefix}{path}".rpartition(".")[0]
+                    split = value.split(list(module.parts.values()))
+                    names = [f"{parent}.{part}.{name}" for part in module.parts]
+                    plain |= dict(zip(names, split, strict=True))
+        dtype = self._recipe.dtype
+        return tensors | {name: layer.as_stored(name, each, dtype) for name, each in plain.items()}
 
     def outer(self) -> dict[str, Tensor]:
         """Return embedding, final norm and head in the file's dtype."""
@@ -245,8 +271,13 @@ class _LayerLoop:
         names = [name for name in checkpoint.names() if not name.startswith(_LAYERS)]
         if hparams.tie_embeddings:
             names = [name for name in names if name != "lm_head.weight"]
-        found = {name: checkpoint.read(name, checkpoint.stored(name).shape) for name in names}
-        return {name: cast_checked(each, self._recipe.dtype, name) for name, each in found.items()}
+        read = {name: checkpoint.read(name, checkpoint.stored(name).shape) for name in names}
+        found = {name: before_reading(name, each, self._rules) for name, each in read.items()}
+        dtype = self._recipe.dtype
+        return self._named({name: cast_checked(each, dtype, name) for name, each in found.items()})
+
+    def _named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self._names.of(name): tensor for name, tensor in tensors.items()}
 
 
 def packed_for(recipe: Recipe, weight: QuantisedWeight) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
 from windlass.models.hparams import HParams
 from windlass.tools.quantize.gptq import ActOrder
 from windlass.tools.quantize.weights import Grid
@@ -21,6 +21,9 @@ CALIBRATED = ("gptq", "awq", "smoothquant")
 BLOCK = 128  # fp8: outputs and inputs per scale with --scales block
 PER_CHANNEL = -1
 
+_NESTED = (
+    "Gemma3ForConditionalGeneration",
+)  # whose config has the text model in a part of its own
 _GROUP_SIZES = (128, 64, 32)
 _BITS: Mapping[str, tuple[int, ...]] = {
     "rtn": (4, 8, 3),
@@ -93,6 +96,7 @@ class Recipe:
 def decide(options: QuantizeOptions, hparams: HParams) -> Recipe:
     """Complete the options; raise ConfigError for options that conflict or do not fit the model."""
     method = options.method
+    _check_model(method, hparams)
     bits = _BITS[method][0] if options.bits is None else options.bits
     if bits not in _BITS[method]:
         known = ", ".join(map(str, sorted(_BITS[method])))
@@ -118,6 +122,27 @@ def decide(options: QuantizeOptions, hparams: HParams) -> Recipe:
     )
     _check_packing(recipe, hparams)
     return recipe
+
+
+def _check_model(method: Method, hparams: HParams) -> None:
+    """Refuse networks whose layers cannot be calibrated, or written under names that are read again."""
+    why = None
+    if hparams.mla is not None:
+        why = "its latent attention (MLA) reads a projection that is never multiplied by itself"
+    elif hparams.mamba is not None:
+        why = "it has Mamba-2 layers, which are not calibrated"
+    elif hparams.architecture in _NESTED:
+        why = "its files have a vision part. Quantise the text model"
+    if why is not None:
+        raise UnsupportedError(
+            f"windlass quantize does not support {hparams.architecture}: {why}. --quantization "
+            "quantises the weights of any model at load time."
+        )
+    if method == "smoothquant" and (hparams.moe or hparams.norm.placement in ("post", "parallel")):
+        raise ConfigError(
+            f"--method smoothquant folds scales into the norms before linear layers, and "
+            f"{hparams.architecture} has layers without a norm of their own. Use --method fp8 or rtn."
+        )
 
 
 def _format(options: QuantizeOptions, bits: int, notes: list[str]) -> Format:
@@ -169,18 +194,26 @@ def _act_order(options: QuantizeOptions, format: Format) -> ActOrder:
 
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of a block's linear layers by their names in checkpoints."""
-    hidden, inner = hparams.hidden_size, hparams.intermediate_size
+    """Return outputs and inputs of the blocks' linear layers by their names in checkpoints."""
+    hidden, moe = hparams.hidden_size, hparams.moe
     heads, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
+    dense = moe is None or not all(moe.layers)
+    shared = moe.shared_intermediate_size if moe else 0
     return {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        **(_mlp("", hidden, hparams.intermediate_size, hparams.gated_mlp) if dense else {}),
+        **(_mlp("experts.*.", hidden, moe.intermediate_size) if moe else {}),
+        **(_mlp("shared_expert.", hidden, shared) if shared else {}),
     }
+
+
+def _mlp(prefix: str, hidden: int, inner: int, gated: bool = True) -> dict[str, tuple[int, int]]:
+    first = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    found = {f"mlp.{prefix}{part}": (inner, hidden) for part in first}
+    return {**found, f"mlp.{prefix}down_proj": (hidden, inner)}
 
 
 def _group_size(options: QuantizeOptions, hparams: HParams, notes: list[str]) -> int:

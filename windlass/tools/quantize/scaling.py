@@ -1,9 +1,10 @@
 """AWQ and SmoothQuant: scales that make weights or activations easier to quantise.
 
 A scale multiplies the columns of a linear layer's weight and divides the rows of the module before it,
-so that the network computes the same. A block has four such pairs: the two norms, the value
+so that the network computes the same. A Llama block has four such pairs: the two norms, the value
 projection before the output projection, and the up projection before the down projection. Query heads
-that share a KV head share its scales.
+that share a KV head share its scales. A norm that several layers read, as attention and MLP in parallel
+or a router and its experts, has none; nor has an MLP without a gate.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.kernels.batch import Heads
 from windlass.layers.attention import Attention
 from windlass.layers.linear import Linear
-from windlass.layers.mlp import GatedMLP
-from windlass.layers.norm import RMSNorm
+from windlass.layers.mlp import GatedMLP, PlainMLP
+from windlass.layers.norm import LayerNorm, RMSNorm
 from windlass.models.decoder import Block
+from windlass.tools.quantize.experts import Experts
 from windlass.tools.quantize.layer import InputStats
 from windlass.tools.quantize.weights import Grid, round_to_nearest
 
@@ -48,52 +50,84 @@ class Fold:
 
 
 def folds_of(block: Block) -> list[Fold]:
-    """Return the four folds of a block, in the order of computation."""
+    """Return the folds of a block, in the order of computation."""
     attention, mlp = block.self_attn, block.mlp
-    assert isinstance(mlp, GatedMLP)
-    assert isinstance(block.input_layernorm, RMSNorm)
-    assert block.post_attention_layernorm is not None
     assert isinstance(attention, Attention)
-    qkv, out = attention.qkv_proj, attention.o_proj
-    gate_up, down = mlp.gate_up_proj, mlp.down_proj
-    first, second = block.input_layernorm.weight, block.post_attention_layernorm.weight
+    qkv = attention.qkv_proj
     values = qkv.parts["q_proj"] + qkv.parts["k_proj"]
-    ups = gate_up.parts["gate_proj"]
-    device = first.device
-
-    def identity(linear: Linear) -> Tensor:
-        return torch.arange(linear.num_in, device=device)
-
-    return [
-        Fold(
-            name="self_attn.qkv_proj",
-            linear=qkv,
-            producers=[first],
-            sources=identity(qkv),
-            is_norm=True,
-        ),
+    found = [
+        *_norm_fold("self_attn.qkv_proj", qkv, _norm_before_attention(block)),
         Fold(
             name="self_attn.o_proj",
-            linear=out,
+            linear=attention.o_proj,
             producers=_rows(qkv, values),
-            sources=_shared_heads(attention.heads, device),
-            is_norm=False,
-        ),
-        Fold(
-            name="mlp.gate_up_proj",
-            linear=gate_up,
-            producers=[second],
-            sources=identity(gate_up),
-            is_norm=True,
-        ),
-        Fold(
-            name="mlp.down_proj",
-            linear=down,
-            producers=_rows(gate_up, ups),
-            sources=identity(down),
+            sources=_shared_heads(attention.heads, qkv.get_parameter("weight").device),
             is_norm=False,
         ),
     ]
+    before = _norm_before_mlp(block)
+    if isinstance(mlp, PlainMLP):
+        return [*found, *_norm_fold("mlp.up_proj", mlp.up_proj, before)]
+    if isinstance(mlp, GatedMLP):
+        found += _norm_fold("mlp.gate_up_proj", mlp.gate_up_proj, before)
+        return [*found, _gate_fold("mlp.down_proj", mlp.gate_up_proj, mlp.down_proj)]
+    if mlp.shared_expert is not None:
+        shared, name = mlp.shared_expert, "mlp.shared_expert.down_proj"
+        found.append(_gate_fold(name, shared.gate_up_proj, shared.down_proj))
+    return found + _expert_folds(mlp.get_submodule("experts"))
+
+
+def _norm_before_attention(block: Block) -> nn.Module | None:
+    """The norm whose output only qkv_proj reads."""
+    shared = block.is_parallel and block.post_attention_layernorm is None
+    return None if shared else block.input_layernorm
+
+
+def _norm_before_mlp(block: Block) -> nn.Module | None:
+    """The norm whose output only the MLP reads."""
+    return block.pre_feedforward_layernorm or block.post_attention_layernorm
+
+
+def _norm_fold(name: str, linear: Linear, norm: nn.Module | None) -> list[Fold]:
+    if not isinstance(norm, RMSNorm | LayerNorm):
+        return []
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return [
+        Fold(
+            name=name,
+            linear=linear,
+            producers=[norm.weight] if bias is None else [norm.weight, bias],
+            sources=_identity(linear),
+            is_norm=True,
+        )
+    ]
+
+
+def _gate_fold(name: str, gate_up: Linear, down: Linear) -> Fold:
+    """The up projection's outputs are multiplied by the gates, and read by the down projection."""
+    ups = sum(gate_up.parts.values()) // 2
+    return Fold(
+        name=name,
+        linear=down,
+        producers=_rows(gate_up, ups),
+        sources=_identity(down),
+        is_norm=False,
+    )
+
+
+def _expert_folds(experts: nn.Module) -> list[Fold]:
+    assert isinstance(experts, Experts)
+    found = []
+    for first, second in experts.pairs if experts.can_fold else ():
+        gate_up, down = experts.get_submodule(first), experts.get_submodule(second)
+        assert isinstance(gate_up, Linear)
+        assert isinstance(down, Linear)
+        found.append(_gate_fold(f"mlp.experts.{second}", gate_up, down))
+    return found
+
+
+def _identity(linear: Linear) -> Tensor:
+    return torch.arange(linear.num_in, device=linear.get_parameter("weight").device)
 
 
 def _shared_heads(heads: Heads, device: torch.device) -> Tensor:
