@@ -66,7 +66,17 @@ BELOW: dict[str, set[str]] = {
 # The runner's side imports only plain values from core.
 TYPES = {
     f"windlass.core.{name}"
-    for name in ("card", "kv_layout", "mamba", "mla", "moe", "sampling", "tokenizer", "types")
+    for name in (
+        "card",
+        "expert_load",
+        "kv_layout",
+        "mamba",
+        "mla",
+        "moe",
+        "sampling",
+        "tokenizer",
+        "types",
+    )
 }
 TYPES |= {"windlass.core.speculation." + name for name in ("costs", "facts")}
 # Of text/, the computing side uses the matcher that follows one request's grammar.

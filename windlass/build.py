@@ -20,6 +20,7 @@ from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
+from windlass.core.expert_load import ExpertLoadMonitor, Placements
 from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
@@ -211,6 +212,7 @@ def build_worker(
 ) -> Handler:
     """Build a rank beside rank 0, in its own process."""
     from windlass.parallel.groups import connect
+    from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
@@ -219,9 +221,10 @@ def build_worker(
     _tune_garbage_collector()
     made = rank.made
     memory = RunnerMemory(_owners(made.runner, rank.adapters), rank.weights.parts.device, {})
+    load = NetworkLoad(rank.weights.network)
     worker = Worker(
         made.runner,
-        {"sleep": memory.sleep, "wake": memory.wake},
+        {"sleep": memory.sleep, "wake": memory.wake, "expert_load": load.encode},
         sends_results=place.rank == config.parallel.last_stage,
     )
     return worker.handle
@@ -238,6 +241,7 @@ def _build_rank(
     """Build this rank's runner with everything that plans need. All ranks do this at the same time."""
     from windlass.runner.assemble import make_runner
     from windlass.runner.device import choose_device
+    from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.load import load_network
 
     files, hparams = source.files, source.hparams
@@ -253,6 +257,7 @@ def _build_rank(
         made = make_runner(config, hparams, weights, limits, beside=speculation.token_bytes)
     if adapters is not None:
         made.runner.attach_adapters(adapters.bank, adapters.store.get)
+    NetworkLoad(weights.network).reset()
     grammars = _grammars(config, source)
     matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
     made.runner.attach_grammars(matchers)
@@ -356,7 +361,30 @@ def _make_engine(
     steps = {name: size for name, size in made.memory.items() if name in _MEASURED}
     overlap = rank.config.scheduler.overlap and device.type == "cuda"
     memory = RunnerMemory(_owners(runner, rank.adapters), device, steps, followers)
-    return Engine(scheduler, runner, overlap=overlap, memory=memory)
+    return Engine(
+        scheduler,
+        runner,
+        overlap=overlap,
+        memory=memory,
+        expert_load=_monitor_experts(rank, followers),
+    )
+
+
+def _monitor_experts(rank: _Rank, followers: Followers | None) -> ExpertLoadMonitor | None:
+    """Make the monitor of the experts' load, if it is counted."""
+    from windlass.runner.expert_load import NetworkLoad
+
+    parallel, weights = rank.config.parallel, rank.weights
+    if not parallel.counts_expert_load:
+        return None
+    # Ranks of one stage have the same counts.
+    others = followers if parallel.pipeline_parallel_size > 1 else None
+    load = NetworkLoad(weights.network, others)
+    placements: Placements = {}
+    if parallel.enable_expert_parallel:
+        given = weights.parts.placements
+        placements = {**load.read().spread(parallel.tensor_parallel_size), **given}
+    return ExpertLoadMonitor(load.read, placements, parallel.record_expert_load)
 
 
 def _owners(runner: Runner | SpeculativeRunner, adapters: AdapterSetup | None) -> list[Owner]:

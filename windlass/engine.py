@@ -14,6 +14,7 @@ from typing import Protocol
 
 from windlass.core.adapters import Adapters
 from windlass.core.card import MemoryReport
+from windlass.core.expert_load import ExpertLoadMonitor
 from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
 from windlass.core.trace import RequestTrace
@@ -60,12 +61,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
         memory: RunnerMemory | None = None,
+        expert_load: ExpertLoadMonitor | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
         self._max_in_flight = max(1 + overlap, scheduler.num_stages)
         self._memory = memory
+        self._expert_load = expert_load
         self.asleep = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()  # the oldest first
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
@@ -194,8 +197,16 @@ class Engine:
         """The trace so far of a request that has not ended; None if it is unknown."""
         return self._scheduler.trace(request_id, self._clock())
 
+    def update_expert_load(self) -> None:
+        """Read the load of experts for the stats, and record it, if it is counted."""
+        if self._expert_load is not None:
+            self._expert_load.update()
+
     def stats(self) -> EngineStats:
-        return self._scheduler.stats(self._clock())
+        stats = self._scheduler.stats(self._clock())
+        if self._expert_load is not None:
+            stats.experts = self._expert_load.stats
+        return stats
 
 
 def _ignore_plan(_plan: StepPlan) -> None:

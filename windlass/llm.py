@@ -84,6 +84,7 @@ class LLM:
             for group, _ in self._drive(groups, whole=True):
                 if group.done:
                     advance()
+        self.engine.update_expert_load()
         return [group.result(self._price) for group in groups]
 
     def chat(

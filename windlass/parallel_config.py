@@ -32,6 +32,12 @@ class ParallelConfig:
         "How devices with different experts sum their results: all-reduce, all-to-all, or auto: "
         "all-to-all for many tokens.",
     )
+    expert_placement: str | None = option(
+        None, "File with the experts of each device, from windlass balance-experts."
+    )
+    record_expert_load: str | None = option(
+        None, "File for the number of tokens that chose each expert."
+    )
     nnodes: int = option(1, "Number of machines that share the model.")
     node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")
     master_addr: str = option("127.0.0.1", "Address of the first machine.")
@@ -58,11 +64,23 @@ class ParallelConfig:
             )
         if self.expert_combine != "auto" and not self.enable_expert_parallel:
             raise ConfigError("--expert-combine does nothing without --enable-expert-parallel.")
+        if self.expert_placement is not None and not self.enable_expert_parallel:
+            raise ConfigError("--expert-placement does nothing without --enable-expert-parallel.")
+        if self.record_expert_load is not None and self.data_parallel_size > 1:
+            raise ConfigError(
+                "--record-expert-load: the replicas of --data-parallel-size would overwrite each "
+                "other's file. Record the load of one replica."
+            )
         self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:
         if self.data_parallel_size > 1:
             raise ConfigError("--data-parallel-size above 1 is not supported yet.")
+
+    @property
+    def counts_expert_load(self) -> bool:
+        """Whether kernels count the tokens of each expert."""
+        return self.enable_expert_parallel or self.record_expert_load is not None
 
     @property
     def num_ranks(self) -> int:

@@ -18,6 +18,7 @@ from tests.cli.conftest import Invoke
 from windlass import __version__
 from windlass.cli.chat import interruptible
 from windlass.cli.prompts import jobs_from_file, parse_line
+from windlass.core.expert_load import ExpertLoad, read_placements
 from windlass.errors import RequestError
 from windlass.kernels.native.compiled import find_compilers
 
@@ -50,6 +51,8 @@ def test_version(windlass: Invoke) -> None:
         (["chat", "--top-p", "2"], "top_p must be in"),
         (["chat", "--n", "2"], "No such option: --n"),
         (["inspect", "no-such-model"], "'no-such-model' was not found"),
+        (["balance-experts", "gone.json", "-o", "p.json", "-tp", "2"], "gone.json: cannot be read"),
+        (["balance-experts", "x", "-o", "p.json", "-tp", "1"], "must be at least 2, got 1"),
     ],
 )
 def test_errors_are_a_paragraph_and_exit_code_2(
@@ -288,3 +291,23 @@ def test_serve_refuses_a_port_in_use(windlass: Invoke, chat_model: Path) -> None
         port = str(other.getsockname()[1])
         outcome = windlass("serve", str(chat_model), *DUMMY, "--port", port)
     assert (outcome.code, "cannot listen on" in outcome.err) == (2, True)
+
+
+def test_balance_experts_shows_the_imbalance_before_and_after(
+    windlass: Invoke, tmp_path: Path
+) -> None:
+    load, output = tmp_path / "load.json", tmp_path / "placement.json"
+    ExpertLoad({1: (90, 80, 10, 20), 2: (1, 1, 1, 1)}).write(str(load))
+    args = ("balance-experts", str(load), "-o", str(output), "-tp", "2")
+    shown = windlass(*args)
+    assert shown.code == 0
+    assert shown.out.splitlines() == [
+        "layer  before  after",
+        "    1    1.70   1.00",
+        "    2    1.00   1.00",
+        "worst    1.70   1.00",
+    ]
+    assert read_placements(str(output))[1].ranks == ((0, 2), (1, 3))
+    assert json.loads(windlass(*args, "--json").out)["1"] == {"before": 1.7, "after": 1.0}
+    ExpertLoad({1: (0, 0)}).write(str(load))
+    assert "no token was counted" in windlass(*args).err

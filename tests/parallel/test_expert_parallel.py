@@ -15,13 +15,15 @@ from torch import Tensor
 
 from tests.models import test_deepseek, test_networks
 from tests.models.comparison import logits_of, make_parts, save_tiny
-from tests.models.test_deepseek import run
+from tests.models.test_deepseek import COUNT, run
 from tests.quant.ranks import in_threads, thread_groups
 from tests.runner import test_windows
 from windlass.build import Built
 from windlass.config import EngineConfig, ModelConfig
+from windlass.core.expert_load import ExpertLoad, read_load, write_placements
 from windlass.core.moe import ExpertPlacement
 from windlass.errors import ConfigError
+from windlass.layers.moe import Experts
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.parallel.mesh import Mesh
@@ -75,24 +77,85 @@ def test_four_ranks_with_fewer_kv_heads_and_an_uneven_division(tmp_path: Path) -
 
 def make(folder: Path, size: int = 1, **options: Any) -> Built:
     given = {"num_blocks": 64, "dtype": "float32", "tensor_parallel_size": size}
-    return test_windows.make(folder, **given, **options)
+    return test_windows.make(folder, **(given | options))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("deepseek-v3", {"expert_combine": "all-to-all"}), ("mixtral", {})],
-)
-def test_processes_generate_the_tokens_of_one(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    save_tiny(*FAMILIES[name], tmp_path)
+def counts(load: ExpertLoad, num_layers: int, top_k: int) -> list[int]:
+    """Tokens in each layer; every one chose as many experts."""
+    assert len(load.layers) == num_layers
+    assert all(sum(each) % top_k == 0 for each in load.layers.values())
+    return [sum(each) // top_k for each in load.layers.values()]
+
+
+def test_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
+    """Mixtral by all-reduce, with recorded load that all-to-all and a balanced placement do not change."""
+    save_tiny(*FAMILIES["mixtral"], tmp_path)
+    one, two, path = (str(tmp_path / name) for name in ("one.json", "two.json", "placement.json"))
+    built = make(tmp_path, record_expert_load=one)
+    want = run(built, PROMPTS)
+    built.engine.update_expert_load()
+    load = read_load(one)
+    tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (COUNT - 1)
+    sampled = len(PROMPTS) * COUNT  # the last layer computes no others
+    assert counts(load, num_layers=3, top_k=2) == [tokens, tokens, sampled]
+    assert built.engine.stats().experts.rank_imbalance == {}  # type: ignore[union-attr]
+    write_placements(path, load.balanced(2))
+    for options in ({}, {"expert_placement": path, "expert_combine": "all-to-all"}):
+        ranks = make(tmp_path, 2, enable_expert_parallel=True, record_expert_load=two, **options)
+        assert run(ranks, PROMPTS) == want
+        ranks.engine.update_expert_load()
+        assert read_load(two) == load
+        assert any(choice.what == "expert parallelism" for choice in ranks.report.choices)
+        placements = load.balanced(2) if options else load.spread(2)
+        stats = ranks.engine.stats().experts
+        assert stats is not None
+        assert stats.rank_imbalance == load.imbalance(placements)
+        del ranks
+        gc.collect()
+        assert multiprocessing.active_children() == []
+
+
+def test_shared_experts_in_processes(tmp_path: Path) -> None:
+    save_tiny(*FAMILIES["deepseek-v3"], tmp_path)
     want = run(make(tmp_path), PROMPTS)
-    built = make(tmp_path, 2, enable_expert_parallel=True, **options)
-    assert run(built, PROMPTS) == want
-    assert any(choice.what == "expert parallelism" for choice in built.report.choices)
-    del built
-    gc.collect()
-    assert multiprocessing.active_children() == []
+    options = {"enable_expert_parallel": True, "expert_combine": "all-to-all"}
+    assert run(make(tmp_path, 2, **options), PROMPTS) == want
+
+
+def test_stages_of_ranks_with_their_own_experts(tmp_path: Path) -> None:
+    """Two stages of two ranks; the load of all stages is recorded."""
+    save_tiny(*FAMILIES["mixtral"], tmp_path)
+    one, four = (str(tmp_path / name) for name in ("one.json", "four.json"))
+    built = make(tmp_path, record_expert_load=one)
+    want = run(built, PROMPTS)
+    built.engine.update_expert_load()
+    options = {"pipeline_parallel_size": 2, "record_expert_load": four}
+    ranks = make(tmp_path, 2, enable_expert_parallel=True, **options)
+    assert run(ranks, PROMPTS) == want
+    ranks.engine.update_expert_load()
+    got, alone = read_load(four).layers, read_load(one).layers
+    assert got.keys() == alone.keys()
+    # The last layer computes the sampled tokens, and in a pipeline also one of a chunk without any.
+    assert [got[layer] for layer in (0, 1)] == [alone[layer] for layer in (0, 1)]
+
+
+def test_the_recorded_program_counts_tokens(tmp_path: Path) -> None:
+    changes = {**FAMILIES["qwen3-moe"][1], "hidden_size": 64, "moe_intermediate_size": 32}
+    save_tiny("Qwen3Moe", changes, tmp_path)
+    path = str(tmp_path / "load.json")
+    built = make(tmp_path, dtype="auto", record_expert_load=path)
+    run(built, PROMPTS)
+    built.engine.update_expert_load()
+    tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (COUNT - 1)
+    assert counts(read_load(path), num_layers=3, top_k=3)[:2] == [tokens, tokens]
+
+
+def test_load_is_counted_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    save_tiny(*FAMILIES["qwen3-moe"], tmp_path)
+    built = make(tmp_path)
+    assert built.engine.stats().experts is None
+    layers = [each for each in built.weights.network.modules() if isinstance(each, Experts)]
+    assert [each.load for each in layers] == [None] * 3
 
 
 def test_what_it_needs_is_named() -> None:
@@ -102,9 +165,23 @@ def test_what_it_needs_is_named() -> None:
         EngineConfig.of(model="x", enable_expert_parallel=True)
     with pytest.raises(ConfigError, match="nothing without --enable-expert-parallel"):
         EngineConfig.of(model="x", expert_combine="all-to-all")
+    with pytest.raises(ConfigError, match="nothing without --enable-expert-parallel"):
+        EngineConfig.of(model="x", expert_placement="x.json")
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     save_tiny(*test_networks.CASES["qwen3"], tmp_path)
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
         make(tmp_path, 2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="--record-expert-load: Qwen3ForCausalLM has no experts"):
+        make(tmp_path, record_expert_load="x.json")
+
+
+def test_bad_files_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    save_tiny(*FAMILIES["qwen3-moe"], tmp_path)
+    with pytest.raises(ConfigError, match="its folder does not exist"):
+        make(tmp_path, record_expert_load=str(tmp_path / "gone" / "load.json"))
+    path = str(tmp_path / "placement.json")
+    write_placements(path, ExpertLoad({1: (1,) * 8}).balanced(4))
+    with pytest.raises(ConfigError, match="over 4 ranks, but --tensor-parallel-size is 2"):
+        make(tmp_path, 2, enable_expert_parallel=True, expert_placement=path)

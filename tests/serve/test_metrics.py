@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from windlass.core.types import EngineStats, StepResult, Timeline
+from windlass.core.types import EngineStats, ExpertStats, StepResult, Timeline
 from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.messages import Stats, decode_from_engine, encode
 from windlass.serve.metrics import Metrics
@@ -29,6 +29,18 @@ def test_executors_and_their_refusals_are_counted() -> None:
     assert 'windlass:steps_total{executor="eager",model_name="m"} 2.0' in lines
     labels = 'executor="mixed graph",model_name="m",reason="a row is deterministic"'
     assert f"windlass:executor_refusals_total{{{labels}}} 2.0" in lines
+
+
+def test_the_load_of_experts_has_gauges_by_layer() -> None:
+    metrics, none = Metrics("m"), EngineStats()
+    metrics.observe_stats(none, none)
+    assert "imbalance{" not in metrics.render([True]).decode()
+    after = EngineStats(experts=ExpertStats({3: 2.5}, {3: 1.25}))
+    (message,) = decode_from_engine(encode([Stats(after, 0)]))
+    metrics.observe_stats(message.stats, none)
+    lines = metrics.render([True]).decode().splitlines()
+    assert 'windlass:expert_imbalance{layer="3",model_name="m"} 2.5' in lines
+    assert 'windlass:expert_rank_imbalance{layer="3",model_name="m"} 1.25' in lines
 
 
 def test_draft_tokens_have_vllms_metric_names() -> None:

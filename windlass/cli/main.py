@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from windlass import __version__
+from windlass.cli.balance_experts import balance_experts
 from windlass.cli.bench import app as bench
 from windlass.cli.chat import chat
-from windlass.cli.command import register
+from windlass.cli.command import PanelCommand, register
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
 from windlass.cli.generate import generate
@@ -75,4 +76,5 @@ register(app, quantize, QUANTIZE_OPTIONS)
 register(app, train_draft, TRAIN_DRAFT_OPTIONS)
 register(app, tune, TUNE_OPTIONS)
 add_remote(app)
+app.command("balance-experts", cls=PanelCommand)(balance_experts)
 app.add_typer(bench, name="bench")

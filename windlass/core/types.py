@@ -244,6 +244,16 @@ class Account:
     saved_s: float = 0.0  # estimated time to compute the cached tokens of finished requests
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """The most tokens over the mean, by layer, since the start; 1 is balanced."""
+
+    expert_imbalance: dict[int, float] = field(default_factory=dict)  # of the experts
+    rank_imbalance: dict[int, float] = field(
+        default_factory=dict
+    )  # of ranks with their own experts
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of the engine after a step: current state, and counters since its start."""
@@ -272,6 +282,7 @@ class EngineStats:
     refusals: dict[str, dict[str, int]] = field(default_factory=dict)
     adapters: AdapterStats | None = None
     grammars: GrammarStats | None = None
+    experts: ExpertStats | None = None  # None: the load is not counted
     account: Account = Account()
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:

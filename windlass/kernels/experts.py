@@ -95,6 +95,12 @@ class ExpertMLP(ABC):
     def storages(self) -> Iterator[Held]:
         return held("weights", *self.tensors())
 
+    @staticmethod
+    def counted(load: Tensor | None) -> Tensor | None:
+        """`load`, or None in captured graphs: their padding rows are no load."""
+        captured = load is not None and load.is_cuda and torch.cuda.is_current_stream_capturing()
+        return None if captured else load
+
     @property
     def coarse_prompts(self) -> bool:
         """Whether activations of prompt tokens are quantised more coarsely than others."""

@@ -104,8 +104,9 @@ class ReferenceMLP(ExpertMLP):
         scales, ids = route(logits, weights.correction_bias, weights.routing)
         if chosen is not None:
             chosen.copy_(ids)
-        if weights.load is not None:
-            weights.load.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+        load = self.counted(weights.load)
+        if load is not None:
+            load.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         out = torch.zeros(x.shape[0], weights.hidden_size, dtype=torch.float32, device=x.device)
         local = weights.experts or range(weights.routing.num_experts)
         if x.is_cuda:  # captured graphs cannot depend on the choice: all tokens use all experts

@@ -147,6 +147,11 @@ class Experts(nn.Module):
         return self.down.gemm_bytes
 
     @property
+    def load(self) -> Tensor | None:
+        """Tokens per expert since the start, int64 [E]; None: they are not counted."""
+        return None if self.down.prepared is None else self.down.prepared.load
+
+    @property
     def num_active_weights(self) -> int:
         """Weights of this rank that a token is multiplied with, on average."""
         stacks = (self.gate_up, self.down)

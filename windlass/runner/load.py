@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from windlass.config import AUTO, EngineConfig, ModelConfig
+from windlass.config import AUTO, EngineConfig, ModelConfig, ParallelConfig
 from windlass.core.card import Choice
+from windlass.core.expert_load import check_placements, read_placements
+from windlass.core.moe import ExpertPlacement
 from windlass.errors import ConfigError
 from windlass.kernels.experts import ExpertKernels, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
@@ -78,10 +81,7 @@ def make_blueprint(
     `workers`: of the engine that a draft model belongs to. `gemm`: tuned for the same weights.
     """
     mesh = mesh or Mesh()
-    if config.parallel.enable_expert_parallel and hparams.moe is None:
-        raise ConfigError(
-            f"--enable-expert-parallel: {hparams.architecture} has no experts. Omit the flag."
-        )
+    placements = _placements(config.parallel, hparams)
     where = found.choose_device(config.model)
     device = where.device
     threads = found.choose_threads(config.model, config.parallel.ranks_per_node)
@@ -125,7 +125,9 @@ def make_blueprint(
             dtype,
             plain=config.model.plain_kernels or config.model.dtype == "float32",
             workers=workers,
+            count_load=config.parallel.counts_expert_load,
         ),
+        placements=placements,
     )
     kv_format = kv_format_of(config, hparams, parts)  # refuse before loading weights
     choices = [
@@ -137,6 +139,30 @@ def make_blueprint(
         length_choice,
     ]
     return Blueprint(parts=parts, linears=linears, kv_format=kv_format, choices=choices)
+
+
+def _placements(config: ParallelConfig, hparams: HParams) -> dict[int, ExpertPlacement]:
+    """The placements of the config's file, for the layers that it has. Checks the options for experts."""
+    path, moe, record = config.expert_placement, hparams.moe, config.record_expert_load
+    for flag, is_set in (
+        ("--enable-expert-parallel", config.enable_expert_parallel),
+        ("--record-expert-load", record is not None),
+    ):
+        if is_set and moe is None:
+            raise ConfigError(f"{flag}: {hparams.architecture} has no experts. Omit the flag.")
+    if record is not None and not Path(record).absolute().parent.is_dir():
+        raise ConfigError(f"--record-expert-load {record}: its folder does not exist.")
+    if path is None or moe is None:
+        return {}
+    placements = read_placements(path)
+    layers = [layer for layer, has_experts in enumerate(moe.layers) if has_experts]
+    check_placements(
+        path,
+        placements,
+        num_ranks=config.tensor_parallel_size,
+        num_experts=dict.fromkeys(layers, moe.routing.num_experts),
+    )
+    return placements
 
 
 def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:

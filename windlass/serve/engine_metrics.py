@@ -9,7 +9,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from windlass.core.types import AdapterStats, EngineStats, GrammarStats
+from windlass.core.types import AdapterStats, EngineStats, ExpertStats, GrammarStats
 
 T = TypeVar("T", bound=MetricWrapperBase)
 
@@ -46,6 +46,7 @@ class EngineMetrics:
         self._families = families
         self._labels = families.values(replica)
         self._engine_metrics()
+        self._expert_metrics()
         self._adapter_metrics()
         self._grammar_metrics()
 
@@ -94,6 +95,16 @@ class EngineMetrics:
             "Mean tokens per row with draft tokens, its own sampled token included, since the engine started.",
         )
 
+    def _expert_metrics(self) -> None:
+        self._expert_imbalance = self._layer_gauge(
+            "expert_imbalance",
+            "Tokens of a layer's most chosen expert over the mean of its experts, since the start.",
+        )
+        self._rank_imbalance = self._layer_gauge(
+            "expert_rank_imbalance",
+            "Tokens of a layer's busiest rank over the mean of its ranks, since the start.",
+        )
+
     def _adapter_metrics(self) -> None:
         self._on_device = self._gauge("lora_adapters_on_device", "Adapters in device slots.")
         self._in_memory = self._gauge("lora_adapters_in_memory", "Adapters in host memory.")
@@ -121,6 +132,12 @@ class EngineMetrics:
         families = self._families
         make = partial(Gauge, PREFIX + name, help, families.labels, registry=families.registry)
         return families.get(Gauge, name, make).labels(*self._labels)
+
+    def _layer_gauge(self, name: str, help: str) -> Gauge:
+        families = self._families
+        labels = *families.labels, "layer"
+        make = partial(Gauge, PREFIX + name, help, labels, registry=families.registry)
+        return families.get(Gauge, name, make)
 
     def _counter(self, name: str, help: str) -> Counter:
         return self._labelled(name, help).labels(*self._labels)
@@ -160,6 +177,8 @@ class EngineMetrics:
             self._observe_adapters(stats.adapters, last.adapters)
         if stats.grammars is not None:
             self._observe_grammars(stats.grammars, last.grammars)
+        if stats.experts is not None and stats.experts != last.experts:
+            self._observe_experts(stats.experts)
         if stats.num_steps > last.num_steps:
             self._step_tokens.observe(stats.num_step_tokens)
             self._observe_executors(stats, last)
@@ -173,6 +192,12 @@ class EngineMetrics:
             for reason, count in reasons.items():
                 added = count - before.get(reason, 0)
                 self._executor_refusals.labels(*self._labels, name, reason).inc(added)
+
+    def _observe_experts(self, stats: ExpertStats) -> None:
+        for layer, value in stats.expert_imbalance.items():
+            self._expert_imbalance.labels(*self._labels, str(layer)).set(value)
+        for layer, value in stats.rank_imbalance.items():
+            self._rank_imbalance.labels(*self._labels, str(layer)).set(value)
 
     def _observe_adapters(self, stats: AdapterStats, last: AdapterStats | None) -> None:
         self._on_device.set(stats.num_resident)

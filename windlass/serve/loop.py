@@ -38,6 +38,7 @@ _log = logging.getLogger("windlass.engine")
 _IDLE_POLL_MS = 250
 _LOADING_POLL_MS = 2
 _STATS_INTERVAL_S = 0.1
+_EXPERT_LOAD_INTERVAL_S = 10.0
 _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
 _MAX_FINAL_STEPS = 16
@@ -124,6 +125,7 @@ class _EngineLoop:
         self._num_steps = 0
         self._failed_steps = 0
         self._stats_at = 0.0
+        self._expert_load_at = time.monotonic()
         self._armed_at = float("-inf")
         self._stopping = False
 
@@ -132,6 +134,7 @@ class _EngineLoop:
             self._arm_watchdog()
             self._receive()
             if self._stopping:
+                self._update_expert_load()
                 return 0
             if self._engine.has_work:
                 self._step()
@@ -140,6 +143,13 @@ class _EngineLoop:
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 _log.error("%d steps in a row failed; the engine process exits", self._failed_steps)
                 return 1
+
+    def _update_expert_load(self) -> None:
+        self._expert_load_at = time.monotonic()
+        try:
+            self._engine.update_expert_load()
+        except OSError as error:  # a full disk must not end the engine
+            _log.error("the load of experts could not be recorded: %s", error)
 
     def _arm_watchdog(self) -> None:
         now = time.monotonic()
@@ -269,6 +279,8 @@ class _EngineLoop:
 
     def _send(self, force: bool) -> None:
         now = time.monotonic()
+        if now - self._expert_load_at >= _EXPERT_LOAD_INTERVAL_S:
+            self._update_expert_load()
         if force or now - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = now
             self._outgoing.append(messages.Stats(self._engine.stats(), self._num_adds))

@@ -193,7 +193,7 @@ class TritonMLP(ExpertMLP):
             routing,
             counts=self._counts if plan.rows > 1 else None,
             expert_map=self._expert_map,
-            load=self._load,
+            load=self.counted(self._load),
             x=x if quantised is not None else None,
             quantised=quantised,
         )
