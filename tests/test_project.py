@@ -184,6 +184,17 @@ def test_scheduler_and_server_import_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_the_engine_imports_without_the_servers_dependencies() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('fastapi', 'gguf', 'llguidance', 'msgspec', 'pydantic', 'uvicorn', 'zmq'):\n"
+        "    sys.modules[name] = None\n"
+        "import windlass.build, windlass.runner.assemble, windlass.tools.bench.throughput\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 _HEAVY = {
     "fastapi",
     "gguf",

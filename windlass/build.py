@@ -40,8 +40,9 @@ from windlass.text.grammar.matchers import RequestMatchers
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
     from windlass.lora.start import AdapterSetup
-    from windlass.parallel.launch import Handler, Place, Ranks
+    from windlass.parallel.launch import Handler, Ranks
     from windlass.parallel.mesh import Mesh
+    from windlass.parallel.place import Place
     from windlass.runner.assemble import Assembled
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
@@ -166,15 +167,16 @@ def build_engine(
     check_stages(source.hparams, config.parallel.pipeline_parallel_size)
     with _ranks(config, weights, exit_when_lost=exit_when_lost) as ranks:
         log.import_torch()
-        from windlass.parallel.groups import connect
         from windlass.runner.device import choose_device
-        from windlass.runner.worker import Followers
 
         config = _resolve_speculation(config, source, choose_device(config.model).type)
         if ranks is None:
             return _finish(
                 _build_rank(config, source, log, weights=weights), source, log, requested_spec
             )
+        from windlass.parallel.groups import connect
+        from windlass.runner.worker import Followers
+
         ranks.build(partial(build_worker, config, source))
         ranks.wait_until_ready()
         rank = _build_rank(config, source, log, mesh=connect(ranks.place))

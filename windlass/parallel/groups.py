@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from windlass.parallel.launch import Place
 from windlass.parallel.mesh import Group, Mesh, PeerGroup, Sending, SingleRank
+from windlass.parallel.place import Place
 
 # A rank that died is noticed by its closed link long before.
 _TIMEOUT = timedelta(minutes=30)

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
@@ -34,6 +34,7 @@ from windlass.child_process import die_with_parent
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
 from windlass.parallel.channel import Receiver, Sender, make_ring, receive_exactly
+from windlass.parallel.place import Place
 from windlass.parallel.segment import Segment
 
 _log = logging.getLogger("windlass.parallel")
@@ -63,20 +64,6 @@ _BUILT = b"built"
 
 
 _decode = msgspec.msgpack.Decoder(Failed | Reply).decode
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank a process is, and where the ranks find each other."""
-
-    rank: int
-    parallel: ParallelConfig
-    store_file: str | None  # None: the ranks are on several machines
-
-    @property
-    def local_rank(self) -> int:
-        """Its number on its machine: the index of its device."""
-        return self.rank % self.parallel.ranks_per_node
 
 
 # Handles one command, and returns its reply or None.

@@ -12,7 +12,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from windlass.folders import cache_folder
 from windlass.kernels.storages import MemoryKind, Owner
 from windlass.pages import PAGE, give_back, libc, mappings
 from windlass.runner import device as found
-from windlass.runner.worker import Followers
+
+if TYPE_CHECKING:
+    from windlass.runner.worker import Followers
 
 # What sleep writes to a file, and what the next steps write again anyway.
 _RESTORED: tuple[MemoryKind, ...] = ("weights", "adapters")
