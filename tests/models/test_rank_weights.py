@@ -26,7 +26,7 @@ from windlass.models.rank_weights import (
 from windlass.models.source import resolve
 from windlass.models.stages import Stage
 from windlass.parallel.mesh import Mesh
-from windlass.runner.load import make_blueprint
+from windlass.runner.load import load_network, make_blueprint
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -147,3 +147,23 @@ def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
         RankShape(tp=16, pp=8)
     with pytest.raises(ConfigError, match="must be at least 1, got 0 and 1"):
         RankShape(tp=0)
+
+
+def test_weights_that_do_not_fit_name_the_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hparams, parts = opened(tmp_path, DENSE)
+    ((whole,),) = rank_weights(hparams, parts, RankShape())
+
+    def full(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("windlass.runner.load.load", full)
+    config = EngineConfig.of(
+        model=str(tmp_path), load_format="dummy", device="cpu", num_threads=1, memory_share=1.0
+    )
+    checkpoint = open_checkpoint(resolve(config.model), config.model)
+    for memory, end in ((0.9 * whole, "2: --tensor-parallel-size 2 "), (1, "not even 64 such")):
+        monkeypatch.setattr("windlass.runner.device.whole_bytes", lambda _, m=memory: int(m))
+        with pytest.raises(ConfigError, match=f"the weights do not fit.*{end}"):
+            load_network(config, hparams, checkpoint)

@@ -28,7 +28,13 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, block_size_of, kernel_need, make_network
-from windlass.models.rank_weights import RankShape, rank_network
+from windlass.models.rank_weights import (
+    MAX_RANKS,
+    RankDemand,
+    RankShape,
+    rank_network,
+    smallest_fit,
+)
 from windlass.models.share import share_weights
 from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
@@ -200,7 +206,10 @@ def load_network(
     parts, stages = _cut(hparams, blueprint.parts)
     network = make_network(hparams, parts)
     if weights is None:
-        load(network, checkpoint, parts.device)
+        try:
+            load(network, checkpoint, parts.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(_does_not_fit(config, hparams, blueprint)) from error
     else:
         _check_same_weights(config.model, parts.device, weights)
         share_weights(network, weights.network, blueprint.linears, parts.experts)
@@ -246,6 +255,29 @@ def _cut(hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
     value, why = f"{count} stages of {layers} layers", f"{held} of weights on a rank of each"
     choice = Choice("pipeline", value, why)
     return replace(parts, stage=stages[parts.mesh.pp.rank]), [choice]
+
+
+def _does_not_fit(config: EngineConfig, hparams: HParams, blueprint: Blueprint) -> str:
+    """The memory that the weights lack, and the smallest number of such devices that has it."""
+    memory = found.whole_bytes(blueprint.parts.device)
+    text = f"the weights do not fit into the {found.gib(memory)} of this device"
+    if hparams.transformers is not None:
+        return f"{text}. Quantise them with -q, or choose a smaller model."
+    kv = blueprint.kv_format
+    demand = RankDemand(
+        kv_tokens=blueprint.parts.max_positions,
+        block_size=kv.layout.block_size,
+        kv_dtype=kv.dtype,
+    )
+    share = config.limits("cuda").memory_share
+    shape = smallest_fit(hparams, blueprint.parts, demand, int(memory * share))
+    if shape is None:
+        return f"{text}, and not even {MAX_RANKS} such devices hold the model. Quantise it with -q."
+    flags = f"--tensor-parallel-size {shape.tp} --pipeline-parallel-size {shape.pp}"
+    return (
+        f"{text}. The smallest number of such devices that holds the model and one request of "
+        f"{demand.kv_tokens:,} tokens is {shape.num_ranks}: {flags}. Or quantise the weights with -q."
+    )
 
 
 def _check_same_weights(config: ModelConfig, device: torch.device, weights: Loaded) -> None:

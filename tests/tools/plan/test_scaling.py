@@ -267,7 +267,7 @@ def test_default_rates_predict_the_records_of_one_gpu(record: str, options: Any)
     for requests, step_ms in measured.items():
         kernels = work.stage(stage, StepSize.decode(requests, 256)).kernels
         predicted = 1e3 * sum(map(KernelTimes().seconds, kernels))
-        assert predicted == pytest.approx(step_ms, rel=0.2), requests
+        assert predicted == pytest.approx(step_ms, rel=0.3), requests
 
 
 def test_micro_batches_fill_the_stages(tmp_path: Path) -> None:
