@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.runner.worker import Followers
+    from windlass.serve.client import EngineClient
+    from windlass.serve.loop import Build
     from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
 
@@ -151,17 +153,24 @@ class _Rank:
     grammars: GrammarCompiler
 
 
-def build_engine(
+def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
+    """Build an engine in this process. `weights`: share another engine's instead of loading."""
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.parallel.data_parallel_size}, and this runs one engine in "
+            "its own process. Use `windlass serve` or AsyncLLM, which start a process per replica."
+        )
+    return _build_engine(config, source, weights)
+
+
+def _build_engine(
     config: EngineConfig,
     source: Source,
     weights: Loaded | None = None,
     *,
     exit_when_lost: bool = False,
 ) -> Built:
-    """Build an engine in this process. `weights`: share another engine's instead of loading.
-
-    `exit_when_lost`: end this process soon after another rank of the engine died or hung.
-    """
+    """`exit_when_lost`: end this process soon after another rank of the engine died or hung."""
     log = _Log()
     requested_spec = config.speculation.spec
     check_stages(source.hparams, config.parallel.pipeline_parallel_size)
@@ -441,10 +450,30 @@ def build_scorer(
     return BuiltScorer(scorer=scorer, weights=weights, choices=choices, memory=made.memory)
 
 
-def build_for_process(config: EngineConfig, source: Source) -> tuple[Engine, EngineReport]:
-    """Build the engine in a server's engine process. The arguments are sent to that process."""
-    built = build_engine(config, source, exit_when_lost=True)
+def build_for_process(
+    config: EngineConfig, source: Source, replica: int
+) -> tuple[Engine, EngineReport]:
+    """Build a replica in its engine process. The arguments are sent to that process."""
+    import_torch()
+    from windlass.runner.device import claim_devices
+
+    claim_devices(config, replica)
+    built = _build_engine(config, source, exit_when_lost=True)
     return built.engine, built.report
+
+
+def make_client(config: EngineConfig, hang_timeout: float = 120.0) -> EngineClient:
+    """The client of the config's replicas; `build_replicas` makes what they build."""
+    from windlass.serve.client import EngineClient
+
+    num_replicas = config.parallel.data_parallel_size
+    return EngineClient(None, hang_timeout, prepare=import_torch, num_replicas=num_replicas)
+
+
+def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
+    """The build function of each replica."""
+    replicas = range(config.parallel.data_parallel_size)
+    return [partial(build_for_process, config, source, replica) for replica in replicas]
 
 
 def serve(
@@ -453,7 +482,6 @@ def serve(
     on_ready: Callable[[EngineReport, str], None],
 ) -> int:
     """Run the server until it ends. Returns the exit code."""
-    from windlass.serve.client import EngineClient
     from windlass.serve.launch import serve as run_server
 
     if serve_config.lora_root and not config.lora.enable_lora:
@@ -464,11 +492,11 @@ def serve(
             f"--lora-modules names {files.name!r}, which is the name of the base model in the API. "
             "Choose another name, or rename the base model with --served-model-name."
         )
-    client = EngineClient(None, serve_config.hang_timeout, prepare=import_torch)
+    client = make_client(config, serve_config.hang_timeout)
 
     def open_card() -> ModelCard:
         opened = _open(files, config)
-        client.build_with(partial(build_for_process, config, opened.source))
+        client.build_with(*build_replicas(config, opened.source))
         return opened.card
 
     return run_server(client, open_card, serve_config, on_ready)

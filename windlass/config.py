@@ -82,7 +82,10 @@ class ModelConfig:
     plain_kernels: bool = option(
         False, "Use the torch reference implementation of every operation.", "--reference-kernels"
     )
-    num_threads: int = option(AUTO, "CPU threads of the computation; -1: one per core.")
+    num_threads: int = option(
+        AUTO,
+        "CPU threads of the computation of each process; -1: one per core, divided among the processes.",
+    )
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len != AUTO:
@@ -112,7 +115,8 @@ class CacheConfig:
     )
     memory_share: float | None = option(
         None,
-        "Share of a GPU's memory to use, or of a CPU's free memory; default: by profile.",
+        "Share of a GPU's memory to use, or of a CPU's free memory, which replicas divide; default: by "
+        "profile.",
         "--gpu-memory-utilization",
     )
     kv_cache_memory_bytes: int | None = option(
@@ -499,10 +503,12 @@ class EngineConfig:
                 f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({seqs}): a step "
                 f"could not advance all running requests. Raise the first to {seqs} or more."
             )
+        share = self.cache.memory_share or profile.memory_share
+        # Replicas have GPUs of their own, but share a CPU's memory.
         return Limits(
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
-            memory_share=self.cache.memory_share or profile.memory_share,
+            memory_share=share / self.parallel.data_parallel_size if device == "cpu" else share,
             seqs_reason=seqs_reason,
             tokens_reason=tokens_reason,
         )

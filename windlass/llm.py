@@ -11,10 +11,9 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-from windlass.build import Built, build_engine, build_for_process, open_model
+from windlass.build import Built, build_engine, build_replicas, make_client, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.sampling import SamplingParams
@@ -192,18 +191,17 @@ class LLM:
 class AsyncLLM:
     """Usage: `async with AsyncLLM("default") as llm: async for delta in llm.stream("Hello"): ...`
 
-    The engine runs in a process of its own and serves many coroutines at once.
+    The engine, or each replica of it, runs in a process of its own and serves many coroutines at once.
     """
 
     def __init__(self, model: str = "default", **options: Any) -> None:
         self._config = EngineConfig.of(model=model, **options)
 
     async def __aenter__(self) -> AsyncLLM:
-        from windlass.serve.client import EngineClient
-
         opened = open_model(self._config)
         self.card = opened.card
-        self._client = EngineClient(partial(build_for_process, self._config, opened.source))
+        self._client = make_client(self._config)
+        self._client.build_with(*build_replicas(self._config, opened.source))
         self.report = await self._client.start()
         self._requests = _GroupBuilder(self.card, self.report)
         return self

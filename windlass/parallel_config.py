@@ -21,7 +21,11 @@ class ParallelConfig:
     pipeline_parallel_size: int = option(
         1, "Number of groups of devices that each hold some of the layers.", "-pp"
     )
-    data_parallel_size: int = option(1, "Number of replicas of the engine.", "-dp")
+    data_parallel_size: int = option(
+        1,
+        "Number of replicas of the engine behind one server, each with its own devices and KV cache.",
+        "-dp",
+    )
     enable_expert_parallel: bool = option(
         False,
         "Divide the experts of mixture-of-experts layers among the devices of "
@@ -71,11 +75,11 @@ class ParallelConfig:
                 "--record-expert-load: the replicas of --data-parallel-size would overwrite each "
                 "other's file. Record the load of one replica."
             )
-        self._refuse_unsupported()
-
-    def _refuse_unsupported(self) -> None:
-        if self.data_parallel_size > 1:
-            raise ConfigError("--data-parallel-size above 1 is not supported yet.")
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} runs on one machine, and --nnodes is "
+                f"{self.nnodes}. Start one server per machine behind a load balancer."
+            )
 
     @property
     def counts_expert_load(self) -> bool:
@@ -94,4 +98,10 @@ class ParallelConfig:
 
     @property
     def ranks_per_node(self) -> int:
+        """Processes of one replica on this machine."""
         return self.num_ranks // self.nnodes
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes of all replicas on this machine."""
+        return self.ranks_per_node * self.data_parallel_size

@@ -42,6 +42,14 @@ def test_memory_prints_every_owner(windlass: Invoke, served: Server) -> None:
         assert word in shown, word
 
 
+def test_memory_of_replicas(windlass: Invoke) -> None:
+    with running(num_replicas=2) as server:
+        shown = windlass("memory", "--url", server.url).out
+    assert shown.count("KV used") == 2
+    assert "Replica 0" in shown
+    assert "Replica 1" in shown
+
+
 @pytest.mark.parametrize(
     ("args", "message", "code"),
     [

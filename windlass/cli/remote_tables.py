@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from windlass.cli.report import counted, make_console, make_table, readable_bytes
 
@@ -102,12 +103,19 @@ def _s(seconds: float) -> str:
 
 
 def print_memory(report: Json) -> None:
-    """Print the memory by owner, then the KV blocks."""
+    """Print the memory of each replica."""
     shown = make_console()
     if report["state"] != "awake":
         shown.print(f"The server is {report['state']} (level {report['level']}).")
-    if report["blocks"] is None:
-        return
+    for each in report.get("replicas", [report]):
+        if "replica" in each:
+            shown.print(f"Replica {each['replica']}")
+        if each["blocks"] is not None:
+            shown.print(_memory_table(each))
+
+
+def _memory_table(report: Json) -> Table:
+    """The memory by owner, then the KV blocks."""
     table = make_table("What", "Bytes", "More")
     for name, part in (report["parts"] or {}).items():
         resident = part["resident"]
@@ -134,4 +142,4 @@ def print_memory(report: Json) -> None:
     unfilled = blocks["unfilled"]
     more = f"{counted(unfilled['tokens'], 'token')} of space in the last blocks"
     table.add_row("KV unfilled", readable_bytes(unfilled["bytes"]), more)
-    shown.print(table)
+    return table

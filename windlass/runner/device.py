@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from windlass.config import AUTO, CacheConfig, ModelConfig
+from windlass.config import AUTO, CacheConfig, EngineConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
@@ -136,17 +136,47 @@ class ThreadChoice:
         return Choice("threads", str(self.count), self.reason)
 
 
-def choose_threads(config: ModelConfig, num_ranks: int = 1) -> ThreadChoice:
-    """As set, or this rank's share of the cores. torch's own operators use as many threads.
+def claim_devices(config: EngineConfig, replica: int) -> None:
+    """Show this process, and the ranks that it starts, only the GPUs of its replica.
+
+    Must precede the first use of CUDA. Raises ConfigError if the replicas need more devices than there
+    are.
+    """
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1:
+        return
+    option, ranks = f"--data-parallel-size {parallel.data_parallel_size}", parallel.ranks_per_node
+    num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
+    if num_gpus == 0:
+        cores = _num_cores()
+        if parallel.data_parallel_size > cores:
+            raise ConfigError(
+                f"{option}: a replica needs at least one CPU core, and {cores} are allowed. Use at "
+                f"most {cores} replicas."
+            )
+        return
+    if parallel.processes_per_node > num_gpus:
+        raise ConfigError(
+            f"{option}: replicas of {ranks} GPUs need {parallel.processes_per_node} GPUs, and torch "
+            f"sees {num_gpus}. Use at most {num_gpus // ranks} replicas, or --device cpu."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
+    own = gpus[replica * ranks : (replica + 1) * ranks]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
+def choose_threads(config: ModelConfig, num_processes: int = 1) -> ThreadChoice:
+    """As set, or this process' share of the cores. torch's own operators use as many threads.
 
     torch has one setting per process. With several engines in a process, operators of torch (eager
     steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
     of each engine use its own pool.
     """
     cores = _num_cores()
-    count = max(1, cores // num_ranks) if config.num_threads == AUTO else config.num_threads
+    count = max(1, cores // num_processes) if config.num_threads == AUTO else config.num_threads
     torch.set_num_threads(count)
-    shared = f", shared by {num_ranks} ranks" if num_ranks > 1 else ""
+    shared = f", shared by {num_processes} processes" if num_processes > 1 else ""
     reason = f"{cores} cores are allowed{shared}" if config.num_threads == AUTO else "as set"
     return ThreadChoice(count, reason)
 

@@ -90,7 +90,7 @@ def make_blueprint(
     placements = _placements(config.parallel, hparams)
     where = found.choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model, config.parallel.ranks_per_node)
+    threads = found.choose_threads(config.model, config.parallel.processes_per_node)
     workers = workers or Workers(threads.count)
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
