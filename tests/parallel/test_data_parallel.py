@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
@@ -157,6 +158,11 @@ def test_a_killed_replica_disturbs_no_stream_of_the_other(pair: Pair, expected: 
                 found.append(f"error: {error}")
         return found
 
+    for name in ("kept", "gone"):
+        folder = write_adapter(pair.root / name, seed=3)
+        body = {"lora_name": name, "lora_path": str(folder)}
+        assert pair.http.post("/v1/load_lora_adapter", json=body).status_code == 200
+    shutil.rmtree(pair.root / "gone")
     first, second = pair.engines()
     with ThreadPoolExecutor(6) as pool:
         try:
@@ -179,6 +185,12 @@ def test_a_killed_replica_disturbs_no_stream_of_the_other(pair: Pair, expected: 
     assert second in pair.engines()
     assert first not in pair.engines()
     assert len(pair.engines()) == 2
+    # The restarted replica cannot load one of the adapters: no replica has it any more.
+    wait_until(lambda: [pair.metric("lora_adapters_loaded", r) for r in (0, 1)] == [1, 1])
+    names = [entry["id"] for entry in pair.http.get("/v1/models").json()["data"]]
+    assert names == ["base", "kept"]
+    texts = [pair.complete("kept", prompt) for prompt in PROMPTS * 2]
+    assert texts[:6] == texts[6:]
 
 
 def wait_until(condition: Callable[[], bool], hang_guard_s: float = 60.0) -> None:

@@ -161,6 +161,22 @@ def test_the_oldest_entry_is_evicted() -> None:
         store.find("a", "me")
 
 
+def test_lost_traces_close_the_entries_of_their_engine() -> None:
+    """A request that another engine computes stays open."""
+    store = TraceStore(lambda _owner, _trace: None)
+    lost, kept = (
+        store.open(name, owner="me", began=0.0, request_ids=(f"{name}-0", f"{name}-1"))
+        for name in ("a", "b")
+    )
+    store.add([trace(request_id="a-0"), trace(request_id="b-0")])
+    store.lose(["a-1", "unknown"])
+    assert (lost.lost, lost.closed.is_set(), list(lost.traces)) == (True, True, ["a-0"])
+    assert kept.is_open
+    store.add([trace(request_id="b-1")])
+    assert kept.closed.is_set()
+    assert not kept.lost
+
+
 # ---- over HTTP -------------------------------------------------------------------------------
 
 

@@ -156,6 +156,30 @@ def test_requests_that_were_not_started_go_to_another_replica() -> None:
         ready(server)
 
 
+def test_a_request_is_resent_once() -> None:
+    one_slot = counting(Options(max_num_seqs=1))
+    slow_start = RestartPolicy(first_pause_s=30.0)
+    with (
+        running(one_slot, num_replicas=3, restarts=slow_start, shutdown_timeout=0.1) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        for number in range(3):
+            pool.submit(server.complete, prompt=f"SLOW {number}", max_tokens=2000)
+        wait_until(lambda: num_running(server) == [1, 1, 1])
+        queued = pool.submit(server.complete, prompt="queued", max_tokens=3)
+        alive = {0, 1, 2}
+        for _ in range(2):
+            wait_until(lambda: any(server.client.replicas[at].stats.num_waiting for at in alive))
+            home = next(at for at in alive if server.client.replicas[at].stats.num_waiting)
+            alive.remove(home)
+            kill(server, home)
+        reply = queued.result(60)
+        assert reply.status_code == 503
+        assert "before this request was started" in reply.json()["error"]["message"]
+        assert f"replica {home}:" in reply.json()["error"]["message"]
+        assert server.stop() == 0  # ends the request that still runs
+
+
 def test_a_poison_request_kills_at_most_two_engines() -> None:
     """It is blocked on all replicas after its second strike."""
     with running(num_replicas=2) as server:
