@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, build_engine, counting
 from windlass.core.card import EngineReport
 from windlass.engine import Engine
+from windlass.errors import CheckpointError
+from windlass.serve.client import EngineClient
 from windlass.serve.health import RestartPolicy
 
 PROMPTS = [f"{number}: " + "words " * 60 for number in range(8)]
@@ -218,6 +222,28 @@ def test_one_replica_may_fail_for_good() -> None:
 
 def build_with_own_file(folder: Path) -> tuple[Engine, EngineReport]:
     return build_engine(Options(sleep_file=str(folder / str(os.getpid()))))
+
+
+def build_one(file: Path) -> tuple[Engine, EngineReport]:
+    """Build once; all other builds fail."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        raise CheckpointError("the other replica has it.") from None
+    return build_engine(Options())
+
+
+def test_no_process_is_left_when_a_replica_cannot_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        before = {each.pid for each in multiprocessing.active_children()}
+        client = EngineClient(partial(build_one, tmp_path / "flag"), num_replicas=2)
+        with pytest.raises(CheckpointError, match="the other replica has it"):
+            await client.start()
+        assert [replica.pid for replica in client.replicas] == [None, None]
+        assert {each.pid for each in multiprocessing.active_children()} <= before
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_all_replicas_sleep_and_wake(tmp_path: Path) -> None:

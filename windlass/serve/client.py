@@ -110,10 +110,12 @@ class EngineClient:
         ]
         try:
             await asyncio.gather(*starting)
-        finally:
+        except BaseException:
             for task in starting:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
+            raise
         report = self.report
         if len(self.replicas) == 1:
             return report
