@@ -18,6 +18,7 @@ from tests.models.comparison import save_tiny
 from tests.models.test_deepseek import EXPERTS, MLA, PROMPTS, V3, in_blocks
 from tests.models.test_moe_families import GGUF_CASES, write_moe_gguf
 from tests.models.test_networks import CASES as NETWORKS
+from tests.runner.test_memory_owners import assert_complete, held
 from tests.runner.test_windows import make as build
 from tests.speculative.test_speculation import verify_all
 from windlass import SamplingParams
@@ -240,6 +241,23 @@ def test_auto_chooses_the_layer_where_the_files_have_one(tmp_path: Path) -> None
         chosen(spec="mtp")
     with pytest.raises(ConfigError, match="--spec-model does nothing with --spec mtp"):
         chosen(spec="mtp", spec_model="x")
+
+
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("case", CASES)
+def test_sleep_frees_and_restores_the_layer(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    off, on = (make(tmp_path, spec=spec, dtype="auto") for spec in ("none", "mtp"))
+    want = tokens_of(off, GREEDY)
+    assert tokens_of(on, GREEDY) == want
+    assert_complete(on.engine)
+    parts, plain = held(on).parts, held(off).parts
+    assert all(parts[name].num_bytes > plain[name].num_bytes for name in ("weights", "KV cache"))
+    accepted = on.engine.stats().num_accepted_tokens
+    on.engine.sleep()
+    on.engine.wake()
+    assert tokens_of(on, GREEDY) == want
+    assert on.engine.stats().num_accepted_tokens == 2 * accepted, "the drafts are the same"
 
 
 @pytest.mark.usefixtures("verify_all")

@@ -116,7 +116,8 @@ class MappedCheckpoint:
         if rule.rows is not None:
             taken, whole = rule.rows.stop - rule.rows.start, rule.rows.whole
             rows = math.prod(shape[:-1]) if len(shape) > 2 else shape[0]
-            shape, num_bytes = (rows * taken // whole, *shape[-1:]), num_bytes * taken // whole
+            inner = shape[max(1, len(shape) - 1) :]
+            shape, num_bytes = (rows * taken // whole, *inner), num_bytes * taken // whole
         return replace(found, shape=shape, num_bytes=num_bytes)
 
     def read(

@@ -15,6 +15,8 @@ from tests.models.test_dense_families import CASES as DENSE
 from tests.models.test_networks import CASES as NETWORKS
 from tests.tools.quantize.conftest import Quantize, write_tokenizer
 from tests.tools.quantize.test_loading import scores
+from windlass.config import ModelConfig
+from windlass.tools.quantize.export import export
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -97,6 +99,14 @@ def test_rounded_weights_load_again(name: str, tmp_path: Path, quantize: Quantiz
     source = save(name, tmp_path / "source")
     run(quantize, source, tmp_path / "out", "rtn", tmp_path)
     assert distance(source, tmp_path / "out") < bound(name, "rtn")
+
+
+@pytest.mark.parametrize("name", ["glm4", "gpt2", "mixtral"])
+def test_exported_weights_are_the_same(name: str, tmp_path: Path) -> None:
+    """The norms of GLM 4 have names that other norms have in the network."""
+    source = save(name, tmp_path / "source")
+    export(ModelConfig(model=str(source)), tmp_path / "out")
+    assert scores(tmp_path / "out") == scores(source)
 
 
 @pytest.mark.parametrize(

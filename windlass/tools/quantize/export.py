@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from torch import Tensor
 from windlass.config import ModelConfig
 from windlass.errors import EngineError
 from windlass.models.card import load_hparams, open_checkpoint
-from windlass.models.checkpoint import Checkpoint
+from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.families.registry import family_of
 from windlass.models.hparams import HParams
 from windlass.models.json_file import merged
 from windlass.models.source import resolve
-from windlass.models.tensor_rules import before_reading
+from windlass.models.tensor_rules import FileNames, before_reading
 from windlass.tools.quantize.checkpoint_files import (
     source_config,
     split_shards,
@@ -45,7 +46,8 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
     shutil.rmtree(new, ignore_errors=True)
     try:
         new.mkdir(parents=True)
-        _write_weights(new, checkpoint, dtype, hparams)
+        stored = SafetensorsCheckpoint(files.weights).names() if files.kind == "folder" else ()
+        _write_weights(new, checkpoint, dtype, hparams=hparams, stored=stored)
         write_plain_config(new, config, dtype)
         write_text_files(new, files, model.tokenizer)
         with suppress(FileNotFoundError):
@@ -59,15 +61,23 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
 
 
 def _write_weights(
-    folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, hparams: HParams
+    folder: Path,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    hparams: HParams,
+    stored: Collection[str],
 ) -> None:
+    """`stored`: the names of the source's tensors, which they keep."""
     tied, rules = hparams.tie_embeddings, family_of(hparams.architecture).rules(hparams)
+    file_names = FileNames(stored, rules)
     names = [n for n in checkpoint.names() if not (tied and n == "lm_head.weight")]
     shapes = {name: checkpoint.stored(name).shape for name in names}
     sizes = [dtype.itemsize * torch.Size(shapes[name]).numel() for name in names]
 
     def load(shard: list[str]) -> dict[str, Tensor]:
         read = {n: before_reading(n, checkpoint.read(n, shapes[n]), rules) for n in shard}
-        return {n: cast_checked(tensor, dtype, n) for n, tensor in read.items()}
+        cast = {n: cast_checked(tensor, dtype, n).contiguous() for n, tensor in read.items()}
+        return {file_names.of(n): tensor for n, tensor in cast.items()}
 
     write_shards(folder, split_shards(names, sizes), load)
