@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.divided_experts import held
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
 from windlass.kernels.packed import Packed, Table4, pack_nibbles
 from windlass.kernels.reference_experts import ReferenceMLP
@@ -96,6 +97,26 @@ def _check_graph(mlp, x: torch.Tensor, logits: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_experts(name: str) -> None:
     check(make_weights(*MODELS[name]), BF16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_adds_its_own_experts(name: str) -> None:
+    weights = make_weights(*MODELS[name])
+    check(held(weights, tuple(range(1, weights.routing.num_experts, 2))), BF16)
+
+
+def test_load_is_counted_outside_of_graphs() -> None:
+    weights = make_weights(Routing(num_experts=16, top_k=2), ExpertActivation(), 256, 128)
+    prepared = ExpertKernels(CUDA, torch.bfloat16, count_load=True).prepare(weights)
+    x, logits = torch.randn(40, 256, device=CUDA).bfloat16(), torch.randn(40, 16, device=CUDA)
+    prepared.mlp.apply(x, logits)
+    assert prepared.load is not None
+    assert prepared.load.sum() == 80
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.mlp.apply(x, logits)
+    graph.replay()
+    assert prepared.load.sum() == 80
 
 
 def test_most_tokens() -> None:

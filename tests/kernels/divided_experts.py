@@ -16,6 +16,8 @@ from windlass.quant.join import join
 def held(weights: ExpertWeights, experts: tuple[int, ...]) -> ExpertWeights:
     """The weights of a rank that holds these experts, and counts its tokens."""
     sizes = 2 * weights.intermediate_size, weights.hidden_size
+    codes = weights.down if isinstance(weights.down, Tensor) else weights.down.codes
+    count = weights.routing.num_experts
 
     def rows(form: Packed | Tensor, size: int) -> Packed | Tensor:
         (joined,) = join([expert_rows(form, expert * size, size) for expert in experts])
@@ -31,7 +33,7 @@ def held(weights: ExpertWeights, experts: tuple[int, ...]) -> ExpertWeights:
         gate_up_bias=biases(weights.gate_up_bias),
         down_bias=biases(weights.down_bias),
         experts=experts,
-        load=torch.zeros(weights.routing.num_experts, dtype=torch.int64),
+        load=torch.zeros(count, dtype=torch.int64, device=codes.device),
     )
 
 
