@@ -27,6 +27,7 @@ from windlass.layers.moe import Experts
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.source import resolve
 from windlass.parallel.mesh import Mesh
+from windlass.runner.load import make_blueprint
 
 V3 = {**test_deepseek.MLA, **test_deepseek.EXPERTS, **test_deepseek.V3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,19 +170,30 @@ def test_what_it_needs_is_named() -> None:
         EngineConfig.of(model="x", expert_placement="x.json")
 
 
+def choose(folder: Path, **options: Any) -> None:
+    """Make the choices that precede the reading of weights."""
+    config = EngineConfig.of(model=str(folder), device="cpu", **options)
+    files = resolve(config.model)
+    hparams = load_hparams(files, config.model)
+    make_blueprint(config, hparams, open_checkpoint(files, config.model))
+
+
+DIVIDED = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     save_tiny(*test_networks.CASES["qwen3"], tmp_path)
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
-        make(tmp_path, 2, enable_expert_parallel=True)
+        choose(tmp_path, **DIVIDED)
     with pytest.raises(ConfigError, match="--record-expert-load: Qwen3ForCausalLM has no experts"):
-        make(tmp_path, record_expert_load="x.json")
+        choose(tmp_path, record_expert_load="x.json")
 
 
 def test_bad_files_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     save_tiny(*FAMILIES["qwen3-moe"], tmp_path)
     with pytest.raises(ConfigError, match="its folder does not exist"):
-        make(tmp_path, record_expert_load=str(tmp_path / "gone" / "load.json"))
+        choose(tmp_path, record_expert_load=str(tmp_path / "gone" / "load.json"))
     path = str(tmp_path / "placement.json")
     write_placements(path, ExpertLoad({1: (1,) * 8}).balanced(4))
     with pytest.raises(ConfigError, match="over 4 ranks, but --tensor-parallel-size is 2"):
-        make(tmp_path, 2, enable_expert_parallel=True, expert_placement=path)
+        choose(tmp_path, **DIVIDED, expert_placement=path)
