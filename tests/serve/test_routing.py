@@ -37,11 +37,13 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 candidates = st.lists(
-    st.tuples(st.integers(0, 50_000), st.integers(0, 50_000)), min_size=1, max_size=8
+    st.tuples(st.integers(0, 50_000), st.integers(0, 50_000), st.integers(0, 5_000)),
+    min_size=1,
+    max_size=8,
 ).map(
-    lambda pairs: [
-        Candidate(replica=at, num_outstanding=load, num_cached=cached, chosen_at=at)
-        for at, (load, cached) in enumerate(pairs)
+    lambda each: [
+        Candidate(at, num_outstanding=load, num_cached=cached, chosen_at=at, num_evicted=evicted)
+        for at, (load, cached, evicted) in enumerate(each)
     ]
 )
 
@@ -49,8 +51,9 @@ candidates = st.lists(
 @given(candidates)
 def test_imbalance_is_bounded_by_the_cached_tokens(given: list[Candidate]) -> None:
     chosen = choose(given)
-    ahead = chosen.num_outstanding - min(each.num_outstanding for each in given)
-    assert ahead <= CACHED_WEIGHT * chosen.num_cached
+    least = min(given, key=lambda each: each.num_outstanding)
+    ahead = chosen.num_outstanding - least.num_outstanding
+    assert ahead <= CACHED_WEIGHT * chosen.num_cached + least.num_evicted
     assert ahead <= MAX_IMBALANCE
 
 
@@ -59,6 +62,7 @@ def test_no_candidate_has_both_fewer_tokens_and_a_longer_prefix(given: list[Cand
     chosen = choose(given)
     for other in given:
         no_worse = other.num_outstanding <= chosen.num_outstanding
+        no_worse = no_worse and other.num_evicted <= chosen.num_evicted
         assert not (no_worse and other.num_cached > chosen.num_cached)
 
 
@@ -125,6 +129,23 @@ def test_a_lost_cache_and_a_missing_replica_are_not_chosen_for_their_prefix() ->
     router.cache_lost(1 - home, max_blocks=0)
     least = min(range(2), key=router.outstanding)
     assert router.route(request(new.prompt), range(2)) == least
+
+
+def test_all_caches_are_used_before_one_evicts() -> None:
+    """Without load, the system prompt alone does not keep all conversations on one replica."""
+    router = PrefixRouter(BLOCK, [120, 120])
+    system = tokens(0, 64)
+    chats = [request(system + tokens(user, 320)) for user in range(1, 11)]
+    homes = []
+    for new in chats:
+        homes.append(router.route(new, range(2)))
+        router.ended(new.request_id, 8)
+    assert homes[:4] == [homes[0]] * 4
+    assert min(homes.count(0), homes.count(1)) >= 4
+    for new, home in zip(chats, homes, strict=True):  # each is still where it was
+        again = request(new.prompt)
+        assert router.route(again, range(2)) == home
+        router.ended(again.request_id, 8)
 
 
 def test_completions_of_one_prompt_share_a_replica() -> None:

@@ -47,6 +47,10 @@ class PrefixIndex:
         while len(known) > self.max_blocks:
             known.popitem(last=False)
 
+    def num_evicted(self, num_new: int) -> int:
+        """The hashes that `num_new` further ones would replace."""
+        return max(0, min(num_new, len(self._hashes) + num_new - self.max_blocks))
+
     def clear(self) -> None:
         self._hashes.clear()
 
@@ -75,13 +79,15 @@ class Candidate:
     num_outstanding: float
     num_cached: int  # tokens of the request's prompt
     chosen_at: int
+    num_evicted: int = 0  # cached tokens of other prompts that this one would evict
 
 
 def choose(candidates: Sequence[Candidate], max_imbalance: float = MAX_IMBALANCE) -> Candidate:
-    """The candidate with the fewest outstanding tokens, less the cached tokens at their weight.
+    """The candidate with the fewest outstanding and evicted tokens, less its weighted cached tokens.
 
     A candidate is never chosen if it is ahead of the least loaded one by more outstanding tokens than
-    its weighted cached tokens, or than `max_imbalance`. Equals take turns.
+    its weighted cached tokens and those that the other would evict, or than `max_imbalance`. Equals
+    take turns.
     """
     limit = min(each.num_outstanding for each in candidates) + max_imbalance
     eligible = (each for each in candidates if each.num_outstanding <= limit)
@@ -89,7 +95,8 @@ def choose(candidates: Sequence[Candidate], max_imbalance: float = MAX_IMBALANCE
 
 
 def _rank(each: Candidate) -> tuple[float, int]:
-    return each.num_outstanding - CACHED_WEIGHT * each.num_cached, each.chosen_at
+    num_tokens = each.num_outstanding + each.num_evicted - CACHED_WEIGHT * each.num_cached
+    return num_tokens, each.chosen_at
 
 
 class PrefixRouter:
@@ -143,16 +150,18 @@ class PrefixRouter:
 
     def _candidate(self, request: NewRequest, hashes: Sequence[bytes], number: int) -> Candidate:
         replica = self._replicas[number]
+        num_found = replica.index.num_found(hashes)
         num_cached = 0
         if request.sampling.prompt_logprobs is None:  # else every prompt token is computed
             # The last token is always computed.
-            num_cached = replica.index.num_found(hashes) * self._block_size
-            num_cached = min(num_cached, len(request.prompt) - 1)
+            num_cached = min(num_found * self._block_size, len(request.prompt) - 1)
+        num_evicted = replica.index.num_evicted(len(hashes) - num_found)
         return Candidate(
             replica=number,
             num_outstanding=replica.num_outstanding,
             num_cached=num_cached,
             chosen_at=replica.chosen_at,
+            num_evicted=num_evicted * self._block_size,
         )
 
     def prompt_computed(self, request_id: str) -> None:
