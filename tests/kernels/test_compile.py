@@ -20,6 +20,7 @@ from triton.runtime import JITFunction  # noqa: E402
 from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
 from tests.kernels.expert_cases import EXPERTS  # noqa: E402
 from tests.kernels.latent_cases import LATENT  # noqa: E402
+from tests.kernels.mamba_cases import MAMBA  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
     attention,
@@ -104,6 +105,7 @@ def decode(
     rotation: dict[str, object] | None = None,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
+    heads["STRIDE"] = 8 * 16
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
     flags = {**flags, "RAW": raw, "WIDE": wide, "SIBLINGS": siblings}
     flags = {**flags, "ROTATED": dim if raw else 0, "NORM": "rms" if normed else None}
@@ -126,6 +128,7 @@ def prefill(
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
     flags = {
         "SIZE": 16,
+        "STRIDE": 8 * 16,
         "ROWS": 128,
         "WINDOWED": special,
         "CAPPED": special,
@@ -149,7 +152,7 @@ def rotate(
     signature, scales = paged(ROPE, codes)
     if raw:
         signature = {**signature, "qkv_rows": F, "qkv_columns": F}
-    constants = {**constants, "SIZE": 16, **scales}
+    constants = {**constants, "SIZE": 16, "STRIDE": 8 * 16, **scales}
     return rope.rope_write_kernel, signature, constants, {"num_warps": 1}
 
 
@@ -384,6 +387,7 @@ CASES = {
     **LORA_AND_SPECULATION,
     **EXPERTS,
     **LATENT,
+    **MAMBA,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 

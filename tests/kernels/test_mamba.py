@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch.nn import functional
 from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.core.mamba import MambaHeads
 from windlass.kernels import mamba
-from windlass.kernels.batch import KVCache, LayerKV, Span, StepBatch, attention_layout
+from windlass.kernels.batch import (
+    AttentionWork,
+    KVCache,
+    LayerKV,
+    Span,
+    StepBatch,
+    attention_layout,
+)
 
 CPU = torch.device("cpu")
 HEADS = MambaHeads(num_heads=4, dim=8, num_groups=2, state_size=16, conv_size=4)
@@ -67,7 +75,12 @@ def by_definition(projected: torch.Tensor, heads: MambaHeads, weights: Weights) 
 
 
 def step(
-    rows: list[tuple[int, int, torch.Tensor]], cache: KVCache, layer: int, kernels=mamba, **options
+    rows: list[tuple[int, int, torch.Tensor]],
+    cache: KVCache,
+    layer: int,
+    kernels: Any = mamba,
+    heads: MambaHeads = HEADS,
+    **options: Any,
 ) -> tuple[torch.Tensor, StepBatch]:
     """Compute rows of (slot, first position, projected tokens) in one batch."""
     spans, positions, slots = [], [], []
@@ -75,6 +88,8 @@ def step(
         spans.append(Span(len(positions), len(projected), start))
         positions += range(start, start + len(projected))
         slots += [slot] * len(projected)
+    if kernels is not mamba and "work" not in options:
+        options["work"] = work_of(rows, spans, options.get("batch_invariant", False))
     tables = torch.arange(2 * 3 * 8, dtype=torch.int32).view(3, 2, 8).transpose(0, 1).contiguous()
     batch = StepBatch(
         positions=torch.tensor(positions, dtype=torch.int32),
@@ -84,16 +99,35 @@ def step(
         kv=cache.layers,
         **options,
     )
-    conv, bias, scan = weights_of(HEADS)
+    conv, bias, scan = weights_of(heads)
     projected = torch.cat([each for _, _, each in rows])
     state = batch.state_of(layer)
-    mixed = kernels.causal_conv(projected, conv, bias, HEADS, state, batch)
-    return kernels.selective_scan(projected, mixed, scan, HEADS, state, batch), batch
+    mixed = kernels.causal_conv(projected, conv, bias, heads, state, batch)
+    return kernels.selective_scan(projected, mixed, scan, heads, state, batch), batch
 
 
-def random_rows(*counts: int) -> list[torch.Tensor]:
+def work_of(
+    rows: list[tuple[int, int, torch.Tensor]], spans: list[Span], batch_invariant: bool
+) -> AttentionWork:
+    """Tiles of 3 tokens, in any order, and one of padding."""
+    singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
+    tiles = [
+        (span.first + at, min(3, span.count - at), slot, span.start + at, span.start)
+        for span, (slot, _, _) in zip(spans, rows, strict=True)
+        if span.count > 1 or batch_invariant
+        for at in range(0, span.count, 3)
+    ]
+    return AttentionWork(
+        singles=torch.tensor(singles, dtype=torch.int32),
+        tiles=torch.tensor([*tiles[::-1], (0, 0, 0, 0, 0)], dtype=torch.int32),
+        splits=1,
+        counters=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def random_rows(*counts: int, heads: MambaHeads = HEADS) -> list[torch.Tensor]:
     torch.manual_seed(2)
-    width = HEADS.inner + HEADS.channels + HEADS.num_heads
+    width = heads.inner + heads.channels + heads.num_heads
     return [torch.randn(count, width) for count in counts]
 
 

@@ -58,6 +58,11 @@ class LayerKV:
     def block_size(self) -> int:
         return self.keys.shape[2]
 
+    @property
+    def stride(self) -> int:
+        """Vectors from one page to the next: in layouts with states, other pages lie between them."""
+        return self.keys.stride(0) // self.keys.shape[3]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerState:

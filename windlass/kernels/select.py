@@ -24,6 +24,7 @@ _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
 _MAX_NATIVE_LATENT = 640
 _MAX_NATIVE_CONV = 8
+_MIN_TRITON_STATE = 16
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
 _MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
 
@@ -125,6 +126,15 @@ def _native_latent(need: Need) -> str | None:
     return _no_fp8(need) or _native(need)
 
 
+def _triton_mamba(need: Need) -> str | None:
+    heads = need.mamba
+    assert heads is not None
+    for size in (heads.dim, heads.state_size):
+        if size < _MIN_TRITON_STATE or size & (size - 1):
+            return f"the sizes of {heads} are not powers of two from {_MIN_TRITON_STATE} on"
+    return _triton(need)
+
+
 def _native_mamba(need: Need) -> str | None:
     heads = need.mamba
     assert heads is not None
@@ -203,10 +213,12 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
     "causal_conv": [
+        Candidate("triton", f"{_TRITON}.mamba:causal_conv", _triton_mamba),
         Candidate("native", "causal_conv", _native_mamba),
         Candidate("plain", f"{_MAMBA}:causal_conv", _never),
     ],
     "selective_scan": [
+        Candidate("triton", f"{_TRITON}.mamba:selective_scan", _triton_mamba),
         Candidate("native", "selective_scan", _native_mamba),
         Candidate("plain", f"{_MAMBA}:selective_scan", _never),
     ],

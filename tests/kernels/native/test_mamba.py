@@ -26,13 +26,13 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 @pytest.mark.parametrize("cuts", [[0, 22], [0, 1, 2, 3, 22], [0, 4, 8, 9, 19, 22], [*range(23)]])
 def test_any_cut_gives_the_same_bits(ops: NativeOps, cuts: list[int]) -> None:
     row, other = random_rows(22, 3)
-    want, _ = step([(0, 0, row)], make_cache(HEADS, 48), layer=0, kernels=ops)
+    want, _ = step([(0, 0, row)], make_cache(HEADS, 48), layer=0, kernels=ops, work=None)
     expected = by_definition(row, HEADS, weights_of(HEADS))
     torch.testing.assert_close(want, expected, atol=1e-5, rtol=1e-4)
     cache, got = make_cache(HEADS, 48), []
     for start, stop in pairwise(cuts):
         rows = [(1, 0, other), (0, start, row[start:stop])]
-        out, _ = step(rows, cache, layer=0, kernels=ops)
+        out, _ = step(rows, cache, layer=0, kernels=ops, work=None)
         got.append(out[len(other) :])
     assert torch.equal(torch.cat(got), want)
 
@@ -43,7 +43,7 @@ def test_states_are_those_of_the_reference(ops: NativeOps) -> None:
     for kernels in (ops, mamba):
         cache = make_cache(HEADS, 48)
         cache._owned[0].zero_()
-        step(rows, cache, layer=2, kernels=kernels)
+        step(rows, cache, layer=2, kernels=kernels, work=None)
         found.append(cache.layers[2].pages)
     assert int((found[1] != 0).any(1).sum()) == 6 + 3
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)

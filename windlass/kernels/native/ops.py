@@ -422,7 +422,7 @@ def prompt_spans(pool: Pool, batch: StepBatch) -> Iterator[None]:
 def _heads(heads: Heads, kv: LayerKV, batch: StepBatch) -> tuple[int, ...]:
     tables = kv.group * batch.tables[0].numel()
     shape = (heads.num_q, heads.num_kv, heads.dim, kv.block_size)
-    return *shape, TYPE_OF[kv.keys.dtype], tables, kv.keys.stride(0) // heads.dim
+    return *shape, TYPE_OF[kv.keys.dtype], tables, kv.stride
 
 
 def _state(state: LayerState, batch: StepBatch) -> tuple[int, ...]:

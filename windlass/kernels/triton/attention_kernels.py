@@ -46,6 +46,7 @@ def _scan(
     NUM_KV: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -54,7 +55,7 @@ def _scan(
     """Attend from rows q at positions `query` to the keys of tiles begin to end (online softmax).
 
     `state` is (maximum, sum of weights, weighted values). Not MASKED: every row attends to every key.
-    `table` maps positions to pages; without a table, keys are contiguous by token from `origin`. Pages
+    `table` maps positions to pages, which are STRIDE vectors apart; without a table, keys are contiguous by token from `origin`. Pages
     with scales hold codes. These are multiplied in float16, to which a GPU converts e4m3 directly; key
     scales are applied to the scores, value scales to the weights.
     """
@@ -84,7 +85,7 @@ def _scan(
             blocks = next_blocks if scaled else next_blocks.to(tl.int64)
             ahead = position + TILE
             next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
-            row = (blocks * NUM_KV + head) * SIZE + position % SIZE
+            row = blocks * STRIDE + head * SIZE + position % SIZE
         page = row.to(tl.int64) * DIM
         k_mask = (d < DIM)[:, None]
         v_mask = (d < DIM)[None, :]
@@ -121,8 +122,8 @@ def _scan(
 @triton.jit
 def _causal(
     state, q, query, pages, table, origin, head, first, seen, length, window, scale, cap,
-    NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
+    NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    TILE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys from tile `first` to `length`; keys before `seen` need no mask.
 
@@ -132,11 +133,11 @@ def _causal(
     unmasked_end = first if WINDOWED or BATCH_INVARIANT else seen // TILE
     state = _scan(
         state, q, query, pages, table, origin, head, first, unmasked_end, length, window, scale, cap,
-        NUM_KV, DIM, SIZE, TILE, False, WINDOWED, CAPPED,
+        NUM_KV, DIM, SIZE, STRIDE, TILE, False, WINDOWED, CAPPED,
     )  # fmt: skip
     return _scan(
         state, q, query, pages, table, origin, head, unmasked_end, tl.cdiv(length, TILE), length, window,
-        scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED,
+        scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, True, WINDOWED, CAPPED,
     )  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def paged_decode_kernel(
     out, split_out, split_max, split_sum, counters, singles, positions, token_slots, tables,
     table_stride, scale, cap, window, width, spare,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr,
     RAW: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
@@ -249,14 +250,15 @@ def paged_decode_kernel(
         q = decode_query(
             *(qkv, pages, cos_sin, (q_weight, k_weight), table, head, position),
             *(start * TILE, end * TILE, last, g, d, eps, width, spare),
-            *(NUM_KV, GROUP, DIM, SIZE, WIDE, SIBLINGS, ROTATED, INTERLEAVED, NORM, PER_HEAD),
+            *(NUM_KV, GROUP, DIM, SIZE, STRIDE, WIDE, SIBLINGS, ROTATED, INTERLEAVED, NORM),
+            PER_HEAD,
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)
     query = tl.zeros([16], dtype=tl.int32) + position
     state = _scan(
         *(_start(16, DIM_PAD), q, query, pages, table, None, head, start, end, length, window),
-        *(scale, cap, NUM_KV, DIM, SIZE, TILE, True, WINDOWED, CAPPED),
+        *(scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, True, WINDOWED, CAPPED),
     )
     if SIBLINGS > 0:
         state = attend_self(
@@ -304,6 +306,7 @@ def paged_prefill_kernel(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -343,7 +346,7 @@ def paged_prefill_kernel(
             first = tl.maximum(start + 1 - window, 0) // TILE
         state = _causal(
             state, q, start + step, pages, table, None, head, first, base, base, window, scale, cap,
-            NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
+            NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
         )  # fmt: skip
         pages = (new_keys, new_values, None, None)
         table = None
@@ -353,7 +356,7 @@ def paged_prefill_kernel(
     query = start - base + step
     m, total, acc = _causal(
         state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
-        window, scale, cap, NUM_KV, DIM, SIZE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
+        window, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # rows past the chunk's end have no keys
     target = out + q_at

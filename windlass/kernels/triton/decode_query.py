@@ -135,7 +135,7 @@ def _write(pages, scales, rows, x, active, mask, d, DIM: tl.constexpr):
 def decode_query(
     qkv, pages, cos_sin, weights, table, head, position, begin, end, last, g, d, eps, width, spare,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STRIDE: tl.constexpr, WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Rotate one token's queries of a kv head, and write new keys and values in [begin, end).
@@ -169,14 +169,14 @@ def decode_query(
         target = position - ago
         active = (g <= before) & (target >= begin) & (target < end)
         block = tl.load(table + target // SIZE).to(tl.int64)
-        rows = (block * NUM_KV + head) * SIZE + target % SIZE
+        rows = block * STRIDE + head * SIZE + target % SIZE
         back = ago
         if SIBLINGS > 0:
             at = (token % width).to(tl.int32)
             back = tl.where((sibling > 0) & (g > 0), at, ago)
             own = (sibling > 0) & (g == 0)
             spare_row = (token // width) * SIBLINGS + at - (width - SIBLINGS)
-            rows = tl.where(own, (spare.to(tl.int64) * NUM_KV + head) * SIZE + spare_row, rows)
+            rows = tl.where(own, spare.to(tl.int64) * STRIDE + head * SIZE + spare_row, rows)
             active = tl.where(own, last, active)
         mask = active[:, None] & (d < DIM)[None, :]
         k_at = (GROUP * NUM_KV + head) * DIM + g * 0

@@ -125,6 +125,7 @@ def rope_write_kernel(
     DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
     SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
@@ -165,7 +166,7 @@ def rope_write_kernel(
 
     slot = tl.load(token_slots + token).to(tl.int64)
     block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
-    page_row = (block * NUM_KV + head) * SIZE + position % SIZE
+    page_row = block * STRIDE + head * SIZE + position % SIZE
     kv_mask = mask[None, :]
     source = (GROUP * NUM_KV + head) * DIM + at[None, :]
     a = tl.load(row + source, mask=kv_mask, other=0.0)
@@ -233,6 +234,7 @@ def rope_write(
         DIM=heads.dim,
         HALF_PAD=triton.next_power_of_2(heads.dim // 2),
         SIZE=kv.block_size,
+        STRIDE=kv.stride,
         ROTATED=options.rotated,
         INTERLEAVED=options.interleaved,
         NORM=norms.kind if norms is not None else None,

@@ -1,0 +1,40 @@
+"""Compile cases of the Mamba-2 kernels, with the sizes of Granite 4 H Tiny."""
+
+from __future__ import annotations
+
+from windlass.kernels.triton import mamba
+
+X, F, I = "*bf16", "*fp32", "*i32"  # noqa: E741
+_ROWS = {
+    **dict.fromkeys(("rows", "positions", "token_slots", "tables"), I),
+    **dict.fromkeys(("table_stride", "page_stride", "num_tokens", "width"), "i32"),
+}
+_CONV = {**dict.fromkeys(("projected", "out"), X), "weight": F, "bias": F, "pages": F, **_ROWS}
+_SCAN = {
+    **dict.fromkeys(("projected", "mixed", "out"), X),
+    **dict.fromkeys(("decay", "skip", "dt_bias", "pages"), F),
+    **_ROWS,
+}
+
+
+def _conv(tiles: bool) -> tuple:
+    sizes = {"INNER": 3072, "CHANNELS": 3328, "CONV": 4, "STATE_AT": 3072 * 128, "SIZE": 1024}
+    tokens = mamba._CONV_TOKENS if tiles else 1
+    constants = {**sizes, "TOKENS": tokens, "BLOCK": mamba._CHANNELS, "TILES": tiles}
+    return mamba.causal_conv_kernel, _CONV, constants, {"num_warps": 4 if tiles else 1}
+
+
+def _scan(tiles: bool, pieces: bool) -> tuple:
+    sizes = {"HEADS": 48, "DIM": 64, "GROUPS": 1, "STATE": 128, "SIZE": 1024}
+    flags = {"TILES": tiles, "PIECES": pieces, "FEATURES": mamba._FEATURES}
+    constants = {**sizes, **flags, "TOKENS": mamba._PIECE if tiles else 1}
+    return mamba.selective_scan_kernel, _SCAN, constants, {"num_warps": 4}
+
+
+MAMBA = {
+    "causal conv of rows": _conv(True),
+    "causal conv of single tokens": _conv(False),
+    "selective scan of pieces": _scan(True, True),
+    "selective scan, batch-invariant": _scan(True, False),
+    "selective scan of single tokens": _scan(False, False),
+}
