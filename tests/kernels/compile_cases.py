@@ -15,7 +15,18 @@ from windlass.kernels.triton import (
 )
 
 X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
-EAGLE = ("table", "hidden", "gains", "hidden_gains", "out")
+EAGLE = dict.fromkeys(("table", "hidden", "gains", "hidden_gains", "out"), X)
+EAGLE_INPUTS = {"ids": I, **EAGLE, "eps": "fp32"}
+EAGLE_SELECT = {
+    **dict.fromkeys(("indices", "positions", "slots", "positions_out", "slots_out"), I),
+    **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
+}
+EAGLE_ADVANCE = {
+    **dict.fromkeys(("tokens", "positions", "positions_out"), I),
+    **{"logits": X, "offsets": L, "eps": "fp32", "num_logits": "i32", "max_positions": "i32"},
+    **EAGLE,
+}
+DEEPSEEK = {"SIZE": 7168, "WIDTH": 8192}
 
 
 def lora_case(function: Any, codes: bool = False, **constants: int) -> tuple:
@@ -135,35 +146,20 @@ LORA_AND_SPECULATION = {
         {"WIDTH": 5, "SIBLINGS": 2, "NUM_KV": 3, "DIM": 64, "DIM_PAD": 64, "SIZE": 16},
         {"num_warps": 1},
     ),
-    "eagle inputs": (
-        eagle.eagle_inputs_kernel,
-        {"ids": I, **dict.fromkeys(EAGLE, X), "eps": "fp32"},
-        {"SIZE": 576, "WIDTH": 1024},
-        {},
-    ),
-    "eagle select": (
-        eagle.eagle_select_kernel,
-        {
-            **dict.fromkeys(("indices", "positions", "slots", "positions_out", "slots_out"), I),
-            **dict.fromkeys(("normed", "hidden", "normed_out", "hidden_out"), X),
-        },
-        {"SIZE": 576, "WIDTH": 1024},
-        {},
-    ),
+    "eagle inputs": (eagle.eagle_inputs_kernel, EAGLE_INPUTS, {"SIZE": 576, "WIDTH": 1024}, {}),
+    "mtp inputs": (eagle.eagle_inputs_kernel, EAGLE_INPUTS, DEEPSEEK, {}),
+    "eagle select": (eagle.eagle_select_kernel, EAGLE_SELECT, {"SIZE": 576, "WIDTH": 1024}, {}),
+    "mtp select": (eagle.eagle_select_kernel, EAGLE_SELECT, DEEPSEEK, {}),
     "eagle advance": (
         eagle.eagle_advance_kernel,
-        {
-            **dict.fromkeys(("tokens", "positions", "positions_out"), I),
-            **{
-                "logits": X,
-                "offsets": L,
-                "eps": "fp32",
-                "num_logits": "i32",
-                "max_positions": "i32",
-            },
-            **dict.fromkeys(EAGLE, X),
-        },
+        EAGLE_ADVANCE,
         {"SIZE": 4096, "WIDTH": 4096, "TILE": 2048},
+        {"num_warps": 8},
+    ),
+    "mtp advance": (
+        eagle.eagle_advance_kernel,
+        EAGLE_ADVANCE,
+        {**DEEPSEEK, "TILE": 2048},
         {"num_warps": 8},
     ),
 }
