@@ -279,9 +279,25 @@ def attended(
     facts = SlotFacts()
     facts.apply(plan)
     inputs = StepInputs(plan, facts, slots.apply(plan))
+    slots.send(inputs.grown)  # else all rows would read one block, from the L2 cache
+    fill(cache)
     metadata = _metadata(slots, attention, len(rows))
     _, batch = step_batch(inputs, slots, cache.layers, metadata)
     return Attended(choose_ops(need), cache, batch)
+
+
+def fill(cache: KVCache) -> None:
+    """Write random keys and values, or random codes with one scale."""
+    for layer in cache.layers:
+        for pages, scales in (
+            (layer.keys, layer.key_scales),
+            (layer.values, layer.value_scales),
+        ):
+            if scales is None:
+                pages.normal_()
+            else:
+                pages.view(torch.uint8).random_(0, 64)  # e4m3 codes up to 2
+                scales.fill_(1.0)
 
 
 def _plan(rows: Sequence[tuple[int, int]], per_row: Sequence[int]) -> StepPlan:

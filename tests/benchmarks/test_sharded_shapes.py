@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from sharded_shapes import (
+    BLOCK_SIZE,
     Call,
     Settings,
     even_logits,
@@ -18,9 +19,13 @@ from sharded_shapes import (
     measure,
     measure_case,
 )
+from torch import Tensor
 
 from tests.models.test_rank_weights import DENSE, MLA
 from windlass.core.moe import Routing
+from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.ops import choose_ops
+from windlass.runner.slots import SlotTables
 from windlass.tools.common.record import Record, read_record
 from windlass.tools.plan.kernel_times import read_kernel_times
 
@@ -94,8 +99,33 @@ def test_all_kernels_run_and_calibrate_the_plan(settings: Settings, tmp_path: Pa
     replace(record, hardware="NVIDIA H200").save(path)
     assert read_record(path).settings["left_out"] == 0
     found = read_kernel_times(tmp_path, "H200")
-    assert {check.kind for check in found.checks} >= {"fp8", "bf16", "latent attention", "small"}
+    assert {check.kind for check in found.checks} >= {
+        *("fp8", "bf16", "small", "latent attention", "8-bit latent attention"),
+        *("latent prompts", "8-bit latent prompts", "latent projection"),
+    }
     assert found.rates["fp8"].fixed_s == pytest.approx(1e-5, rel=0.3)
+
+
+def test_rows_read_their_own_blocks(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(SlotTables, "send", lambda _, rows: sent.extend(row.slot for row in rows))
+    found: list[StepBatch] = []
+
+    def look(queries: Tensor, kv: LayerKV, batch: StepBatch, *_: object) -> Tensor:
+        assert kv.keys.float().abs().sum() > 0
+        found.append(batch)
+        return queries
+
+    monkeypatch.setattr(
+        "sharded_shapes.choose_ops", lambda need: replace(choose_ops(need), attention=look)
+    )
+    cases = list_cases(settings)
+    case = next(each for each in cases if "attention" in each.weight and each.tokens == 4)
+    assert "error" not in measure_case(case, run_once)
+    assert sent == [0, 1, 2, 3]  # to the device
+    (tables,) = found[0].tables
+    used = tables[:4, : settings.context // BLOCK_SIZE + 1].flatten()
+    assert len(set(used.tolist())) == len(used)
 
 
 def test_a_failing_kernel_is_reported(settings: Settings) -> None:

@@ -300,6 +300,8 @@ def test_all_layouts_of_the_devices_are_compared(tmp_path: Path) -> None:
     assert found.reason.startswith(found.best.name)
     experts = next(layout for layout in found.layouts if layout.name == "tp 4, ep 4")
     assert experts.options == {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+    for layout in found.layouts:
+        assert EngineConfig.of(**layout.options).parallel.num_ranks == layout.tp * layout.pp
     assert set(experts.expert_combine_ms) == {"all-reduce", "all-to-all"}
     json.dumps([item.value for item in found.assumptions])
     sources = {item.name: item.source for item in found.assumptions}

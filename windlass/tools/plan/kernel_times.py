@@ -23,6 +23,7 @@ from windlass.tools.common.record import Record, read_record
 from windlass.tools.plan.assumption import Assumption
 
 # fp8 blocks: one scale per 128 x 128 weights. experts: all of a layer, with routing and the sum.
+# latent projection: of MLA's queries and outputs. prompts: attention of a prompt's tokens.
 # small: norms, activations, RoPE, and other kernels that are bound by their launch.
 KernelKind = Literal[
     "bf16",
@@ -35,11 +36,19 @@ KernelKind = Literal[
     "attention",
     "8-bit attention",
     "latent attention",
+    "8-bit latent attention",
+    "latent prompts",
+    "8-bit latent prompts",
+    "latent projection",
     "small",
 ]
 KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 RECORD_NAME = "sharded_shapes"
-_MIN_POINTS = 8  # of a kind, to fit three numbers
+_MIN_POINTS = 4  # of a kind, to fit its numbers
+_PULL = 1e-3  # towards the default, for numbers that no point depends on
+
+
+_PLAIN_NAMES = ("bf16", "fp8", "fp8 blocks", "other codes", "small")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,11 @@ DEFAULT_RATES: dict[KernelKind, Rate] = {
     "other experts": Rate(2.4e12, 400e12, 16e-6),
     "attention": Rate(3.8e12, 330e12, 5e-6),
     "8-bit attention": Rate(2.8e12, 330e12, 5e-6),
-    "latent attention": Rate(2.8e12, 250e12, 8e-6),
+    "latent attention": Rate(2.8e12, 90e12, 20e-6),
+    "8-bit latent attention": Rate(2.8e12, 80e12, 20e-6),
+    "latent prompts": Rate(2.8e12, 200e12, 20e-6),
+    "8-bit latent prompts": Rate(2.8e12, 85e12, 20e-6),
+    "latent projection": Rate(2.0e12, 140e12, 3.0e-6),
     "small": Rate(3.5e12, 30e12, 2.0e-6),
 }
 _DEFAULT_SOURCE = (
@@ -124,7 +137,7 @@ class KernelTimes:
         """The rates of some kinds."""
         return [
             Assumption(
-                f"{kind} kernels" if kind in ("bf16", "fp8", "fp8 blocks", "small") else kind,
+                f"{kind} kernels" if kind in _PLAIN_NAMES else kind,
                 f"{self.rates[kind].bandwidth / 1e12:.2f} TB/s, {self.rates[kind].flops / 1e12:,.0f} "
                 f"TFLOP/s, {self.rates[kind].fixed_s * 1e6:.1f} µs each",
                 self._source_of(kind),
@@ -194,6 +207,8 @@ def _search(points: Sequence[MeasuredKernel], around: Rate, width: float) -> Rat
     computing = num_flops / (around.flops * factors[:, None, None])
     predicted = torch.maximum(reading, computing) + fixed[:, None]
     errors = (predicted / seconds).log().abs().mean(-1)  # robust against single odd kernels
+    away = factors.log().square()
+    errors = errors + _PULL * (away[:, None, None] + away[:, None])
     at = int(errors.argmin())
     i, j, k = at // (21 * 31), at // 31 % 21, at % 31
     return replace(

@@ -25,6 +25,12 @@ from windlass.tools.plan.kernel_times import Kernel, KernelKind
 
 _NORM_PASSES = 4  # a norm reads and writes the residual stream and its result
 _SAMPLING_KERNELS = 6
+_LATENT: dict[tuple[bool, bool], KernelKind] = {  # by codes in the KV cache, and prompts
+    (False, False): "latent attention",
+    (True, False): "8-bit latent attention",
+    (False, True): "latent prompts",
+    (True, True): "8-bit latent prompts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class RankWork:
     def absorbed(self, layer: AbsorbedWeight, tokens: int) -> Kernel:
         """One of the two kernels that read a half of the weight each: for queries, and for outputs."""
         both = self.gemm(layer, tokens)
-        return Kernel(both.kind, both.num_bytes / 2, both.num_flops / 2)
+        return Kernel("latent projection", both.num_bytes / 2, both.num_flops / 2)
 
     def attend(self, attention: Attention | MLA, index: int, size: StepSize) -> Kernel:
         """Attention over the KV cache of layer `index`."""
@@ -175,7 +181,8 @@ class RankWork:
         if isinstance(attention, MLA):
             latent = attention.heads
             flops = 2 * size.tokens * context * latent.num_q * (latent.dim + latent.rank)
-            return Kernel("latent attention", read, flops)
+            is_prompt = size.tokens > size.rows
+            return Kernel(_LATENT[kept.item_bytes == 1, is_prompt], read, flops)
         kind: KernelKind = "8-bit attention" if kept.item_bytes == 1 else "attention"
         heads = attention.heads
         return Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
