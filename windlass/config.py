@@ -76,6 +76,9 @@ class ModelConfig:
     generation_config: Literal["auto", "none"] = option(
         "auto", "Read sampling defaults from the model's generation_config.json, or use none."
     )
+    override_generation_config: Mapping[str, Any] = option(
+        {}, "JSON object with sampling defaults that replace those of generation_config.json."
+    )
     enforce_eager: bool = option(
         False, "Run every step operator by operator, without captured graphs or programs."
     )

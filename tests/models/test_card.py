@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.models import tiny
 from windlass.config import ModelConfig
 from windlass.core.sampling import SamplingParams
-from windlass.errors import CheckpointError
+from windlass.errors import CheckpointError, ConfigError
 from windlass.models import gguf_file
 from windlass.models.card import load_card, load_hparams, open_checkpoint
 from windlass.models.checkpoint import SafetensorsCheckpoint
@@ -60,6 +60,15 @@ def test_card_of_a_folder(folder):
     assert card.chat_template == "{{ own }}"
     assert card.default_sampling == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
     assert load_card(*opened(folder, generation_config="none")).default_sampling == {}
+
+
+def test_sampling_defaults_can_be_overridden(folder):
+    overrides = {"temperature": 0.1, "max_new_tokens": 7}
+    card = load_card(*opened(folder, override_generation_config=overrides))
+    assert card.default_sampling == {"temperature": 0.1, "top_k": 20, "max_tokens": 7}
+    for bad, message in (({"temprature": 1}, "Known: temperature"), ({"top_p": 0}, "top_p")):
+        with pytest.raises(ConfigError, match=message):
+            load_card(*opened(folder, override_generation_config=bad))
 
 
 def test_invalid_sampling_defaults_are_rejected(folder):
@@ -133,7 +142,7 @@ def test_default_card(default_gguf, monkeypatch):
     assert (card.name, card.max_positions) == ("SmolLM2-135M-Instruct", 8192)
     assert card.chat_template is not None
     assert "<|im_start|>" in card.chat_template
-    assert card.default_sampling == {}
+    assert card.default_sampling == {"temperature": 0.2, "top_p": 0.9}
 
 
 @pytest.mark.model

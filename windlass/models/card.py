@@ -15,7 +15,7 @@ from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, RequestError
-from windlass.models import gguf_tokenizer, tokenizer_files
+from windlass.models import default_model, gguf_tokenizer, tokenizer_files
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
 from windlass.models.families.registry import family_of, has_family, read_hparams
@@ -69,7 +69,7 @@ def _card(
         tokenizer=tokenizer,
         chat_template=text.chat_template if text else None,
         special_tokens=text.special_tokens if text else {},
-        default_sampling={} if config.generation_config == "none" else _sampling(generation),
+        default_sampling=_sampling(generation, config),
     )
 
 
@@ -156,14 +156,33 @@ def _generation_config(files: ModelFiles) -> Fields:
     return Fields(read_json_if_there(path), str(path))
 
 
-def _sampling(generation: Fields) -> dict[str, Any]:
+def _sampling(generation: Fields, config: ModelConfig) -> dict[str, Any]:
     """The sampling defaults, under the names of the request's sampling params."""
-    found = generation.present(*_SAMPLING)
-    sampling = {_SAMPLING[name]: value for name, value in found.items()}
+    sampling: dict[str, Any] = {}
+    if config.generation_config != "none":
+        found = generation.present(*_SAMPLING)
+        own = default_model.SAMPLING if config.model == "default" else {}
+        sampling = {**own, **{_SAMPLING[name]: value for name, value in found.items()}}
+        try:
+            SamplingParams(**sampling)
+        except RequestError as error:
+            raise CheckpointError(
+                f"{generation.source}: {error} Correct the file, or use --generation-config none."
+            ) from error
+    return sampling | _overrides(config)
+
+
+def _overrides(config: ModelConfig) -> dict[str, Any]:
+    """The defaults of --override-generation-config."""
+    given = config.override_generation_config
+    unknown = [name for name in given if name not in _SAMPLING]
+    if unknown:
+        raise ConfigError(
+            f"--override-generation-config has {unknown[0]!r}. Known: {', '.join(_SAMPLING)}."
+        )
+    sampling = {_SAMPLING[name]: value for name, value in given.items()}
     try:
         SamplingParams(**sampling)
     except RequestError as error:
-        raise CheckpointError(
-            f"{generation.source}: {error} Correct the file, or use --generation-config none."
-        ) from error
+        raise ConfigError(f"--override-generation-config: {error}") from error
     return sampling

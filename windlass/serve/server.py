@@ -143,7 +143,8 @@ class Server:
         if serving.done():
             await serving  # raises the error that prevented it from listening
         sweeping = asyncio.create_task(self._connections.sweep_forever())
-        report = replace(report, choices=[*report.choices, self._max_connections])
+        choices = [*report.choices, *self._services.choices, self._max_connections]
+        report = replace(report, choices=choices)
         on_ready(report, url_of(self._config, self._listener))
         either: set[asyncio.Task[Any]] = {serving, stopped, failed, sweeping}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

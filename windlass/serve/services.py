@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.config import ServeConfig
-from windlass.core.card import ModelCard
+from windlass.core.card import Choice, ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import AdmissionControl
@@ -50,6 +50,7 @@ class Services:
     costs: CostTracker | None = None  # None: no --price-per-hour
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
+    choices: tuple[Choice, ...] = ()  # for the start-up table
     started: int = field(default_factory=lambda: int(time.time()))
 
     def close(self) -> None:
@@ -86,8 +87,6 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
     output_format = None
     if source is not None:
         output_format = choose_format(source, config.tool_call_parser, config.reasoning_parser)
-        for choice in output_format.choices:
-            _log.info("%s: %s (%s)", choice.what, choice.value, choice.reason)
     template = _start_template(source, card, config)
     return Services(
         client=client,
@@ -113,7 +112,16 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         costs=costs,
         recorder=recorder,
         keys=keys,
+        choices=(
+            _sampling_choice(card),
+            *(() if output_format is None else output_format.choices),
+        ),
     )
+
+
+def _sampling_choice(card: ModelCard) -> Choice:
+    values = ", ".join(f"{name} {value}" for name, value in card.default_sampling.items())
+    return Choice("sampling", values or "temperature 1", "default of requests that do not set it")
 
 
 def _template_source(card: ModelCard, config: ServeConfig) -> str | None:
