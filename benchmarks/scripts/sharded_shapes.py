@@ -30,7 +30,7 @@ from windlass.core.moe import Routing
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.kernels.attention_options import AttentionOptions
-from windlass.kernels.batch import KVCache, StepBatch
+from windlass.kernels.batch import KVCache, LayerKV, StepBatch
 from windlass.kernels.experts import ExpertKernels, ExpertWeights
 from windlass.kernels.gemm_io import Inputs, QuantisedInputs
 from windlass.kernels.latent import LatentWeights
@@ -289,6 +289,7 @@ def attended(
 def fill(cache: KVCache) -> None:
     """Write random keys and values, or random codes with one scale."""
     for layer in cache.layers:
+        assert isinstance(layer, LayerKV)
         for pages, scales in (
             (layer.keys, layer.key_scales),
             (layer.values, layer.value_scales),
