@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import msgspec
 from torch import Tensor, nn
 
 from windlass.core.expert_load import ExpertLoad
 from windlass.layers.moe import Experts
-from windlass.runner.worker import Followers
+
+if TYPE_CHECKING:
+    from windlass.runner.worker import Followers
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(dict[int, tuple[int, ...]])
 
 
 class NetworkLoad:
@@ -31,7 +32,7 @@ class NetworkLoad:
         layers = self._own()
         if self._followers is not None:
             for reply in self._followers.call("expert_load"):
-                layers |= _decoder.decode(reply)
+                layers |= {int(layer): tuple(n) for layer, n in json.loads(reply).items()}
         return ExpertLoad(dict(sorted(layers.items())))
 
     def reset(self) -> None:
@@ -41,7 +42,7 @@ class NetworkLoad:
 
     def encode(self) -> bytes:
         """The load of this rank's layers, for the rank that asks with `read`."""
-        return _encoder.encode(self._own())
+        return json.dumps(self._own()).encode()
 
     def _own(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(counts.tolist()) for layer, counts in self._counts.items()}
