@@ -211,7 +211,8 @@ def test_fit_finds_the_rates_and_the_worst_kernel() -> None:
     (check,) = found.checks
     assert (check.num_points, check.worst) == (17, "odd")
     assert check.median_error < 0.05
-    assert "17 measured kernels" in found.verdict
+    assert "17 measured kernels" in found.verdict(["fp8"])
+    assert found.verdict(["fp8", "small"]).endswith("; not checked: small")
     assert found.rates["bf16"] == DEFAULT_RATES["bf16"]
 
 
@@ -231,7 +232,7 @@ def row_of(**changes: Any) -> dict[str, Any]:
 def test_records_of_this_gpu_are_read(tmp_path: Path) -> None:
     path = tmp_path / "h200-sharded-shapes.json"
     assert read_kernel_times(None, "H200").checks == ()
-    assert read_kernel_times(tmp_path, "H200").verdict.startswith("not checked")
+    assert read_kernel_times(tmp_path, "H200").verdict([]).startswith("not checked")
     rows = [row_of(), row_of(us=None)]  # a kernel that was refused
     Record("sharded_shapes", rows, hardware="16 cores, NVIDIA H200").save(path)
     assert read_kernel_times(tmp_path, "H200").checks[0].num_points == 1

@@ -10,7 +10,7 @@ divided weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -121,16 +121,18 @@ class KernelTimes:
     def seconds(self, kernel: Kernel) -> float:
         return self.rates[kernel.kind].seconds(kernel)
 
-    @property
-    def verdict(self) -> str:
+    def verdict(self, kinds: Collection[KernelKind]) -> str:
+        """Whether the kernels of these kinds were measured, and how far predictions are from them."""
         if not self.checks:
             return "not checked: no record of benchmarks/scripts/sharded_shapes.py was found"
         points = sum(check.num_points for check in self.checks)
         middle = median(check.median_error for check in self.checks)
         worst = max(self.checks, key=lambda check: check.worst_error)
+        unchecked = sorted(set(kinds) - {check.kind for check in self.checks})
         return (
             f"checked with {points} measured kernels at divided shapes: median error {middle:.0%}, worst "
             f"{worst.worst_error:.0%} ({worst.worst})"
+            + (f"; not checked: {', '.join(unchecked)}" if unchecked else "")
         )
 
     def assumptions(self, kinds: Sequence[KernelKind]) -> list[Assumption]:

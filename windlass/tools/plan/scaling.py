@@ -238,7 +238,7 @@ class ScalingModel:
             refused=refused,
             best=best,
             reason=reason,
-            checked=self._times.verdict,
+            checked=self._times.verdict(self._kinds),
             assumptions=list(self._assumptions(context)),
         )
 
