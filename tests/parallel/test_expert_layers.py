@@ -77,6 +77,23 @@ def test_every_format_is_divided_by_expert(name: str, plain: Path, tmp_path: Pat
         assert_divided(Layers.of(folder, **options), 3)  # uneven: 2, 3 and 3 experts
 
 
+def test_experts_may_differ_in_their_formats(plain: Path, tmp_path: Path) -> None:
+    kept = "model.layers.0.mlp.experts.3.gate_proj"
+    quantization = test_files.AWQ | {"modules_to_not_convert": [kept]}
+    folder, reference = rewrite(
+        plain,
+        tmp_path / "q",
+        lambda name, weight: None if name == kept else packers.awq(weight, 32),
+        quantization,
+    )
+    layers = Layers.of(folder, dtype="float32")
+    assert_divided(layers, 2)
+    x = layers.inputs(5)
+    with torch.inference_mode():
+        want = Layers.of(reference, dtype="float32").load(Mesh()).layer.output(x)
+        torch.testing.assert_close(layers.load(Mesh()).layer.output(x), want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4", "nf4"])
 def test_online_quantisation_is_divided_by_expert(scheme: str, plain: Path) -> None:
     assert_divided(Layers.of(plain, quantization=scheme, plain_kernels=True), 2, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -99,16 +99,26 @@ class Mixed(PackedMethod):
         names = dict.fromkeys(method.name for method in methods.values())
         super().__init__(" + ".join(names), linears)
         self._methods = dict(methods)
+        for name, method in methods.items():
+            for end in _ends(name):
+                self._methods.setdefault(end, method)
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
-        return self._methods[_base_name(part)].params(part, num_out, num_in)
+        return self._of(part).params(part, num_out, num_in)
 
     def form(self, part: Part, shape: Shape) -> Packed | Tensor:
-        return self._methods[_base_name(part.name)].form(part, shape)
+        return self._of(part.name).form(part, shape)
+
+    def _of(self, module: str) -> PackedMethod:
+        """The method of a part, whose name may have a prefix more or less than that of the layer."""
+        return next(self._methods[end] for end in _ends(module) if end in self._methods)
 
 
-def _base_name(name: str) -> str:
-    return name.rpartition(".")[2]
+def _ends(name: str) -> Iterator[str]:
+    """experts.3.up_proj -> itself, 3.up_proj, up_proj"""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
