@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.comparison import TINY, check_logits, logits_of, save_tiny
+from tests.models.comparison import TINY, check_logits, logits_of, make_parts, save_tiny
 from tests.models.dense_gguf import TOKENIZER
 from tests.models.test_deepseek import COUNT, PROMPTS, run
 from tests.models.test_dense_gguf import IDS, _llama_cpp_logits
 from tests.models.tiny import Type, write_gguf
+from tests.quant.ranks import in_threads, thread_groups
 from tests.runner.test_windows import make, transformers_tokens
 from windlass.cli.model_report import examine
-from windlass.config import EngineConfig
+from windlass.config import EngineConfig, ModelConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.lora.peft import linear_shapes
+from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.families.registry import family_of, read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.network import block_size_of, kv_layout
+from windlass.models.source import resolve
+from windlass.models.stages import Stage
 from windlass.models.tensor_rules import mapped
+from windlass.parallel.mesh import Mesh
+from windlass.tools.plan.select import select_quantization
 
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -230,11 +238,36 @@ def test_quantised_projections_run_with_their_packed_weights(tmp_path: Path) -> 
     assert tokens[0] == want
 
 
-def test_inspect_shows_the_state_of_a_sequence(tmp_path: Path) -> None:
+def test_inspect_and_plan_show_the_state_of_a_sequence(tmp_path: Path) -> None:
     save("dense", tmp_path)
     config = {"model": str(tmp_path), "device": "cpu", "load_format": "dummy", "block_size": 4}
     estimate = examine(EngineConfig.of(**config))["estimate"]
-    assert estimate["state_bytes_per_sequence"] == 2 * 4 * (6 * 16 * 16 + (6 * 16 + 2 * 16) * 3)
+    state = 2 * 4 * (6 * 16 * 16 + (6 * 16 + 2 * 16) * 3)
+    assert estimate["state_bytes_per_sequence"] == state
+    found = select_quantization(**config, bandwidth=1e11, memory=2**30, concurrency=2)
+    assert {item.state_bytes_per_sequence for item in found.candidates} == {state}
+    assert "recurrent states" in found.refused["int8 KV"]
+
+
+@pytest.mark.parametrize("name", ["experts", "groups"])
+def test_ranks_divide_the_heads(name: str, tmp_path: Path) -> None:
+    """Two ranks hold half of the heads each; one group of B and C is on both."""
+    model = save(name, tmp_path)
+    with torch.inference_mode():
+        want = model(IDS[None]).logits[0]
+    config = ModelConfig(model=str(tmp_path))
+    files = resolve(config)
+    hparams, checkpoint = load_hparams(files, config), open_checkpoint(files, config)
+    parts = make_parts(hparams, True)
+    ranks = [replace(parts, mesh=Mesh(group)) for group in thread_groups(2)]
+    part, whole = (kv_layout(hparams, 4, torch.float16, each.mesh) for each in (ranks[0], parts))
+    assert whole.state_bytes / 2 <= part.state_bytes < whole.state_bytes
+    given = partial(logits_of, hparams, checkpoint, IDS.tolist(), chunks=[30, 7])
+    found = in_threads([partial(given, parts=rank) for rank in ranks])
+    assert len(found) == 2
+    stages = [Stage(0, 1, 3), Stage(1, 3, 3)]
+    for got in (*found, given(stages=stages)):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def config_of(**changes: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Candidate:
     held: str  # forms of the weights in memory
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes_per_sequence: int  # of recurrent states; 0: the model has none
     step_bytes: int  # estimate for the largest step
     total_bytes: int  # at the requested context and concurrency
     missing_bytes: int  # beyond the memory; 0: it fits
@@ -309,6 +310,7 @@ class _Evaluator:
             held=weights.held,
             weight_bytes=weights.weight_bytes,
             kv_bytes_per_token=need.layout.token_bytes,
+            state_bytes_per_sequence=need.layout.state_bytes,
             step_bytes=need.step_bytes + query.concurrency * need.row_bytes,
             total_bytes=total,
             missing_bytes=max(0, total - query.memory),

@@ -58,9 +58,11 @@ def _table(heading: str) -> Table:
 def _formats(found: Plan, by_format: Mapping[str, list[Candidate]]) -> Table:
     kinds = " / ".join(dict.fromkeys(item.kv_dtype for item in found.candidates))
     table = _table("weights")
+    state = max((item.state_bytes_per_sequence for item in found.candidates), default=0)
+    also = f" + {gib(state)} per sequence" if state else ""
     for heading in (
         "bytes",
-        f"KV per token: {kinds}",
+        f"KV per token: {kinds}{also}",
         f"memory for {found.concurrency} x {found.context:,}",
         "fits",
         "tok/s x 1",
