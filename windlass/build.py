@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -192,6 +193,8 @@ def _build_engine(
         ranks.wait_until_ready()
         followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)
+        if rank.adapters is not None:
+            rank.adapters.store.announce = followers.tell
         return _finish(rank, source, log, requested_spec, followers)
 
 
@@ -207,8 +210,12 @@ def _ranks(
 
     if weights is not None:
         raise ConfigError("the weights of another engine cannot be shared by several ranks.")
-    if config.lora.enable_lora or config.speculation.spec not in ("none", "ngram", "lookahead"):
-        raise ConfigError("--tensor-parallel-size supports neither adapters nor draft models yet.")
+    only_tokens = config.speculation.spec in ("none", "ngram", "lookahead")
+    if config.parallel.pipeline_parallel_size > 1 and (config.lora.enable_lora or not only_tokens):
+        raise ConfigError(
+            "--pipeline-parallel-size supports neither adapters nor proposers with weights. Use --spec "
+            "ngram, or --tensor-parallel-size."
+        )
     ranks = Ranks(config.parallel, import_torch, exit_when_lost=exit_when_lost)
     try:
         yield ranks
@@ -219,7 +226,7 @@ def _ranks(
 
 
 def build_worker(
-    config: EngineConfig, source: Source, place: Place, ready: Callable[[], None]
+    config: EngineConfig, source: Source, place: Place, ready: Callable[[], object]
 ) -> Handler:
     """Build a rank beside rank 0, in its own process."""
     from windlass.parallel.groups import connect
@@ -227,17 +234,25 @@ def build_worker(
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
+    # Only rank 0's clock decides whether a grammar is too slow.
+    config = replace(config, grammar=replace(config.grammar, grammar_step_timeout=math.inf))
     ready()
     rank = _build_rank(config, source, _Log(), mesh=connect(place))
     _tune_garbage_collector()
-    made = rank.made
-    memory = RunnerMemory(_owners(made.runner, rank.adapters), rank.weights.parts.device, {})
+    made, adapters, speculation = rank.made, rank.adapters, rank.speculation
+    memory = RunnerMemory(_owners(made.runner, adapters), rank.weights.parts.device, {})
     load = NetworkLoad(rank.weights.network)
-    worker = Worker(
-        made.runner,
-        {"sleep": memory.sleep, "wake": memory.wake, "expert_load": load.encode},
-        sends_results=place.rank == config.parallel.last_stage,
-    )
+    worker = Worker(made.runner, sends_results=place.rank == config.parallel.last_stage)
+    worker.calls |= {"sleep": memory.sleep, "wake": memory.wake, "expert_load": load.encode}
+    if adapters is not None:
+        store = adapters.store
+        worker.calls |= {
+            "register": store.register,
+            "unregister": store.unregister,
+            "read": store.ready,
+        }
+    if not isinstance(speculation, _NoSpeculation):
+        worker.calls |= speculation.follow(made, worker)
     return worker.handle
 
 
@@ -263,11 +278,14 @@ def _build_rank(
     with log.phase("adapters"):
         adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):
-        speculation = _open_speculation(config, source, weights)
+        speculation = _open_speculation(
+            config, source, weights, rank=0 if mesh is None else mesh.world.rank
+        )
     with log.phase("KV cache"):
         made = make_runner(config, hparams, weights, limits, beside=speculation.token_bytes)
     if adapters is not None:
-        made.runner.attach_adapters(adapters.bank, adapters.store.get)
+        # Rank 0 plans with adapters that are in its memory; those of other ranks may take longer.
+        made.runner.attach_adapters(adapters.bank, adapters.store.wait_for)
     NetworkLoad(weights.network).reset()
     grammars = _grammars(config, source)
     matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
@@ -541,12 +559,15 @@ def _resolve_speculation(config: EngineConfig, source: Source, device: str) -> E
 
 
 def _open_speculation(
-    config: EngineConfig, source: Source, weights: Loaded
+    config: EngineConfig, source: Source, weights: Loaded, rank: int
 ) -> SpeculationSetup | _NoSpeculation:
     if config.speculation.spec == "none":
         return _NoSpeculation()
+    from windlass.speculative.registry import ON_EVERY_RANK
     from windlass.speculative.setup import SpeculationSetup
 
+    if rank > 0 and config.speculation.spec not in ON_EVERY_RANK:
+        return _NoSpeculation()
     return SpeculationSetup(
         config=config, files=source.files, hparams=source.hparams, loaded=weights
     )

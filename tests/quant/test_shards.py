@@ -397,6 +397,20 @@ def test_stored_units_are_not_cut(
 @pytest.mark.parametrize("name", ACT_ORDER)
 def test_act_order_is_cut_along_the_outputs_only(name: str, plain: Path, tmp_path: Path) -> None:
     folder = _packed(*test_files.CASES[name])(plain, tmp_path / "q")
+    want, found = rank_logits(folder, 2)
+    for got in found:
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    make, _ = network_of(folder)
+    o_proj = make(FakeGroup(1, 2)).get_submodule("model.layers.0.self_attn.o_proj")
+    assert o_proj.inputs.is_whole
+    assert o_proj.outputs["o_proj"].count == o_proj.outputs["o_proj"].whole // 2
+
+
+def test_an_act_order_that_the_config_does_not_state_is_refused(
+    plain: Path, tmp_path: Path
+) -> None:
+    pack, quantization = test_files.CASES["gptq act-order"]
+    folder = _packed(pack, quantization | {"desc_act": False})(plain, tmp_path / "q")
     error = shard_error(folder, 2)
     assert re.search(
         r"o_proj: [\w\- ]+ weights cannot be cut into 2 shards along their 512 inputs: \w+ \(act-order\) spreads groups of "

@@ -62,5 +62,5 @@ class RowReader(Prepared):
     """A prepared weight whose rows can be read separately, as an embedding needs."""
 
     @abstractmethod
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantised rows of the weight: [ids, K]."""
+    def rows(self, ids: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
+        """Dequantised rows of the weight: [ids, K]. `first`: as in reference.embedding."""

@@ -5,6 +5,7 @@ Supports every shape, dtype and device; clarity comes before speed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,9 +19,22 @@ from windlass.kernels.batch import MAX_CODE, Heads, LayerKV, StepBatch
 MIXER_LIMIT = 30.0
 
 
-def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Look up a row of the table for each token."""
-    return functional.embedding(ids, table)
+def embedding(ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
+    """Look up a row of the table for each token.
+
+    `first`: the token of the table's first row, where a rank has some of the rows. Tokens of other ranks
+    give zeros.
+    """
+    if first is None:
+        return functional.embedding(ids, table)
+    return shard_rows(ids, first, len(table), lambda own: functional.embedding(own, table))
+
+
+def shard_rows(ids: Tensor, first: int, count: int, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of the tokens [first, first + count), zeros for others; `read` gives rows by their index."""
+    is_own = (ids >= first) & (ids < first + count)
+    found = read((ids - first).clamp(0, count - 1))
+    return found.masked_fill(~is_own.unsqueeze(-1), 0)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ A rank holds the rows of some tokens. It gives zeros for the others, and the ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +31,9 @@ class Embedding(ShardedRows):
         self.weight = nn.Parameter(table, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _look_up(
-            ids, self.rows, self.group, lambda own: self.ops.embedding(own, self.weight)
-        )
+        if self.rows.is_whole:
+            return self.ops.embedding(ids, self.weight)
+        return self.group.all_reduce(self.ops.embedding(ids, self.weight, self.rows.start))
 
 
 class TiedEmbedding(nn.Module):
@@ -77,13 +75,6 @@ def _packed_rows(weight: StoredWeight, group: Group, ids: Tensor, dtype: torch.d
     (gemm,), (rows,) = weight.gemms, weight.outputs.values()
     reader = gemm.prepared
     assert isinstance(reader, RowReader)
-    return _look_up(ids, rows, group, lambda own: reader.rows(own, dtype))
-
-
-def _look_up(ids: Tensor, rows: Shard, group: Group, read: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of all tokens; `read` gives those at indices in this rank's table."""
     if rows.is_whole:
-        return read(ids)
-    is_own = (ids >= rows.start) & (ids < rows.stop)
-    found = read((ids - rows.start).clamp(0, rows.count - 1))
-    return group.all_reduce(found.masked_fill(~is_own.unsqueeze(-1), 0))
+        return reader.rows(ids, dtype)
+    return group.all_reduce(reader.rows(ids, dtype, rows.start))

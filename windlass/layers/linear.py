@@ -29,7 +29,8 @@ class Linear(StoredWeight):
 
     `outputs` maps checkpoint modules to the outputs that this rank holds. If they are cut, the layer
     is column-parallel and y has this rank's outputs. If `inputs` is cut, it is row-parallel: x has this
-    rank's inputs, and y is all-reduced. The weight exists after the loader has filled `stored` and the
+    rank's inputs, and y is all-reduced. A weight whose inputs cannot be cut is cut along its outputs
+    instead: x and y are gathered from all ranks. The weight exists after the loader has filled `stored` and the
     method has finished the layer.
 
     Steps with adapters add LoRA deltas to the GEMM's outputs; their inputs must not be quantised.
@@ -43,7 +44,14 @@ class Linear(StoredWeight):
         group: Group,
         bias: torch.dtype | None = None,
     ) -> None:
+        gathered = None
+        if not inputs.is_whole and not method.cuts_inputs:
+            ((name, whole),) = outputs.items()
+            outputs = {name: Shard.even(whole.whole, group)}
+            gathered = inputs.counts, outputs[name].counts
+            inputs = Shard(inputs.whole)
         super().__init__(outputs, inputs, method)
+        self._gathered = gathered  # the numbers of all ranks' inputs and outputs
         self.group = group
         self.is_partial = not inputs.is_whole  # whether GEMMs give summands of y
         self.lora: Lora | None = None  # adapter slots, if LoRA is enabled
@@ -60,16 +68,32 @@ class Linear(StoredWeight):
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         """How inputs of `num_rows` rows should be quantised; None: not at all."""
-        return self.gemms[0].prepared.input_quant(num_rows) if len(self.gemms) == 1 else None
+        if len(self.gemms) != 1 or self._gathered is not None:
+            return None
+        return self.gemms[0].prepared.input_quant(num_rows)
 
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, possibly with separate scales that the caller must apply."""
-        separate = adapters is not None or self.bias is not None or self.is_partial
+        separate = adapters is not None or self.bias is not None or self._is_cut
         if separate or len(self.gemms) != 1:
             return self(x, adapters)
         return self.gemms[0].prepared.raw(x)
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the GEMMs give some of y, or summands of it."""
+        return self.is_partial or self._gathered is not None
+
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        if self._gathered is None:
+            return self._own(x, adapters)
+        assert isinstance(x, Tensor)  # `input_quant` is None
+        inputs, outputs = self._gathered
+        y = self._own(self.group.all_gather(x, inputs), adapters)
+        return self.group.all_gather(y, outputs)
+
+    def _own(self, x: Inputs, adapters: AdapterRows | None) -> Tensor:
+        """y, as far as this rank has outputs."""
         if adapters is not None and self.lora is not None:
             return self._adapted(x, self.lora, adapters)
         y = self.method.apply(self, x)
@@ -93,7 +117,7 @@ class Linear(StoredWeight):
         self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
     ) -> tuple[Inputs, Tensor]:
         """Add y to the residual stream and normalise: (normalised, new residual)."""
-        separate = self.bias is not None or self.is_partial or not norm.fusable
+        separate = self.bias is not None or self._is_cut or not norm.fusable
         if adapters is not None and self.lora is not None and not separate:
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)

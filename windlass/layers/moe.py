@@ -104,6 +104,7 @@ class Experts(nn.Module):
         self.routing = shape.routing
         self._local = placement.ranks[mesh.ep.rank]
         hidden, group = Shard(shape.hidden_size), mesh.expert_tp
+        self._rank = group.rank
         inner = Shard.even(shape.intermediate_size, group)
         first = {"gate_proj": inner, "up_proj": inner}
         if shape.activation.interleaved:
@@ -137,7 +138,8 @@ class Experts(nn.Module):
             activation=shape.activation,
             correction_bias=self.e_score_correction_bias,
             gate_up_bias=None if gate_up.bias is None else gate_up.bias.view(count, -1),
-            down_bias=None if down.bias is None else down.bias.view(count, -1),
+            # The ranks' results are summed, so one of them adds the bias.
+            down_bias=None if down.bias is None or self._rank > 0 else down.bias.view(count, -1),
         )
         gate_up.form = down.form = None
         down.prepared = self._kernels.prepare(weights)

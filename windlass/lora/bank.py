@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +22,11 @@ from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.packing import as_stored, compiled_code, target_of, write
 from windlass.lora.pinned import allocate, pin
-from windlass.lora.stored import StoredAdapter, not_finite
+from windlass.lora.stored import StoredAdapter, StoredWeights, not_finite
 from windlass.lora_config import LoraDType
 from windlass.models.hparams import HParams
 from windlass.models.network import Network
+from windlass.quant.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,26 @@ class _ModuleLocation:
     stacks: Stacks
     part: int
     column: int  # index among all modules
+    outputs: Shard
+    inputs: Shard
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Outputs and inputs of this rank."""
         return self.stacks.sizes[self.part], self.stacks.down.shape[3]
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Outputs and inputs of the module."""
+        return self.outputs.whole, self.inputs.whole
+
+    def cut(self, weights: StoredWeights) -> StoredWeights:
+        """This rank's part of an adapter's matrices."""
+        rows, columns = self.outputs, self.inputs
+        down = weights.down[:, columns.start : columns.stop]
+        return StoredWeights(
+            np.ascontiguousarray(down), weights.up[rows.start : rows.stop], weights.scaling
+        )
 
 
 class _SlotLayout:
@@ -118,8 +135,15 @@ class Bank:
             stacks = self._stacks(layer, self._ranks[:, columns], scales, by_output)
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
-            for part, name in enumerate(_module_names(path, layer)):
-                self._locations[name] = _ModuleLocation(stacks, part, first + part)
+            names = zip(_module_names(path, layer), layer.outputs.values(), strict=True)
+            for part, (name, outputs) in enumerate(names):
+                self._locations[name] = _ModuleLocation(
+                    stacks=stacks,
+                    part=part,
+                    column=first + part,
+                    outputs=outputs,
+                    inputs=layer.inputs,
+                )
             first = columns.stop
 
     @property
@@ -155,11 +179,11 @@ class Bank:
                 )
             rank = weights.down.shape[0]
             found = (weights.up.shape[0], weights.down.shape[1])
-            if found != location.shape or weights.up.shape[1] != rank:
+            if found != location.whole or weights.up.shape[1] != rank:
                 raise CheckpointError(
                     f"adapter {adapter.name!r}, {name}: lora_A {_format_shape(weights.down.shape)} "
                     f"and lora_B {_format_shape(weights.up.shape)} change a weight of "
-                    f"{_format_shape(found)}, but the network's is {_format_shape(location.shape)}. "
+                    f"{_format_shape(found)}, but the network's is {_format_shape(location.whole)}. "
                     "It was made for another base model."
                 )
             if rank > self.max_rank:
@@ -183,6 +207,8 @@ class Bank:
     def _packed(self, adapter: Adapter | StoredAdapter) -> Adapter:
         """Pack an adapter. The scales of a whole slot precede int8 codes in the buffer."""
         found = as_stored(adapter) if isinstance(adapter, Adapter) else adapter
+        cut = {name: self._locations[name].cut(own) for name, own in found.modules.items()}
+        found = replace(found, modules=cut)
         total = sum(matrix.size for weights in found.modules.values() for matrix in weights[:2])
         packed = allocate(self._scale_bytes + total, self._dtype)
         views = self._unpack(packed, found)

@@ -7,6 +7,7 @@ A thread pool reads weights while steps run; one other thread calls all methods.
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +22,15 @@ from windlass.models.hparams import HParams
 
 # A quarter of the cores read adapters; the others compute and serve.
 _MAX_READERS = 8
+_POLL_S = 0.001
 
 
 def _num_readers() -> int:
     return max(1, min(_MAX_READERS, (os.cpu_count() or 1) // 4))
+
+
+def _do_not_announce(*_: str) -> None:
+    """Do nothing: there are no other ranks."""
 
 
 class AdapterStore:
@@ -51,6 +57,8 @@ class AdapterStore:
         self._versions: dict[str, Version] = {}  # of the files when first read
         self._held: dict[str, int] = {}  # hold counts
         self._reader = ThreadPoolExecutor(_num_readers(), "windlass-adapters")
+        # Called with what other ranks do too: register, unregister or read, and the arguments.
+        self.announce: Callable[..., None] = _do_not_announce
         self.num_loads = 0
         self.num_ended = 0
         self.num_failures = 0
@@ -65,6 +73,7 @@ class AdapterStore:
                 "first, or choose another name.",
                 "lora_name",
             )
+        self.announce("register", name, str(folder))
         self._folders[name] = Path(folder)
 
     def check_folder(self, folder: Path) -> None:
@@ -73,6 +82,7 @@ class AdapterStore:
 
     def unregister(self, name: str) -> None:
         """Remove a name and its weights. The result of a pending read is dropped."""
+        self.announce("unregister", name)
         del self._folders[name]
         self._loaded.pop(name, None)
         self._versions.pop(name, None)
@@ -114,6 +124,7 @@ class AdapterStore:
         pending = self._pending.get(name)
         if pending is None:
             folder = self._folder(name)
+            self.announce("read", name)
             self._collect_finished()
             pending = self._reader.submit(self._read, name, folder, self._versions.get(name))
             pending.add_done_callback(self._count)
@@ -145,6 +156,12 @@ class AdapterStore:
     def get(self, name: str) -> Adapter:
         """The weights of a ready adapter."""
         return self._loaded[name]
+
+    def wait_for(self, name: str) -> Adapter:
+        """The weights of an adapter, when they are in memory."""
+        while not self.ready(name):
+            time.sleep(_POLL_S)
+        return self.get(name)
 
     def hold(self, name: str) -> None:
         """Keep a ready adapter in memory until `drop`: a plan will copy it to the device."""

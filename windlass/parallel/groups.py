@@ -103,6 +103,7 @@ def connect(place: Place) -> Mesh:
         pp=group(f"pp-{column}", range(column, size, tp)),
         ep=sharing if place.parallel.enable_expert_parallel else SingleRank(),
         world=group("world", range(size)),
+        exchange=place.exchange,
     )
 
 

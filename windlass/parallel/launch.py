@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -35,7 +35,7 @@ from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
 from windlass.parallel.channel import Receiver, Sender, make_ring, receive_exactly
 from windlass.parallel.place import Place
-from windlass.parallel.segment import Segment
+from windlass.parallel.segment import Exchange, Segment
 
 _log = logging.getLogger("windlass.parallel")
 
@@ -69,7 +69,7 @@ _decode = msgspec.msgpack.Decoder(Failed | Reply).decode
 # Handles one command, and returns its reply or None.
 Handler = Callable[[bytes], bytes | None]
 # Builds a rank. It calls its second argument before it waits for other ranks for the first time.
-BuildRank = Callable[[Place, Callable[[], None]], Handler]
+BuildRank = Callable[[Place, Callable[[], object]], Handler]
 
 
 class Ranks:
@@ -88,7 +88,10 @@ class Ranks:
         """Start the processes, which call `prepare` and wait for `build`."""
         self._exit_when_lost = exit_when_lost
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-ranks-")
-        self.place = Place(0, parallel, os.path.join(self._folder.name, "store"))
+        tp = parallel.tensor_parallel_size
+        self._exchanges = [Exchange.of(tp) for _ in range(parallel.pipeline_parallel_size)]
+        store = os.path.join(self._folder.name, "store")
+        self.place = Place(0, parallel, store, self._exchanges[0])
         count = parallel.ranks_per_node - 1
         pairs = [socket.socketpair() for _ in range(count)]
         self._links = [own for own, _ in pairs]
@@ -125,7 +128,7 @@ class Ranks:
         """Send every rank its build function."""
         for rank, pipe in enumerate(self._pipes, start=1):
             with contextlib.suppress(BrokenPipeError):  # the watcher notices its death
-                pipe.send((build, replace(self.place, rank=rank)))
+                pipe.send((build, replace(self.place, rank=rank, exchange=None)))
                 pipe.close()
 
     def wait_until_ready(self) -> None:
@@ -195,7 +198,7 @@ class Ranks:
             with receiver, end:
                 process = spawn.Process(
                     target=_rank_main,
-                    args=(prepare, receiver, end, (self._segment, len(ends), index)),
+                    args=self.session(prepare, receiver, end, index),
                     name=f"windlass-rank-{index + 1}",
                     daemon=True,
                 )
@@ -203,6 +206,13 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(pipe)
             self._poll.register(self._links[index], select.POLLIN)
+
+    def session(
+        self, prepare: Callable[[], None], setup: Connection, end: socket.socket, index: int
+    ) -> tuple[Any, ...]:
+        """The arguments of `run_rank`."""
+        exchange = self._exchanges[(index + 1) // self.place.parallel.tensor_parallel_size]
+        return prepare, setup, end, (self._segment, len(self._links), index), exchange
 
     def watch(self, ready: Sequence[int]) -> bool:
         """Read the links that have something to read, and look for silent ranks; False: all ended."""
@@ -213,7 +223,7 @@ class Ranks:
         for index, link in enumerate(self._links):
             if link.fileno() in ready:
                 self._heard[index] = now
-                if not self._read(index):
+                if not self._read(index) and not self._closed:
                     self._fail(WorkerDied(self._describe_end(index)))
             elif (silent := now - self._heard[index]) > _SILENT_S:
                 self._fail(WorkerDied(f"rank {index + 1} hangs: no heartbeat for {silent:.1f} s."))
@@ -251,6 +261,8 @@ class Ranks:
         _log.error("%s The replica ends.", error)
         for process in self._processes:
             process.kill()
+        for exchange in self._exchanges:
+            exchange.set_lost()
         for call in self._on_loss:
             call()
         if self._exit_when_lost and self._built:
@@ -313,13 +325,8 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 # ---- the rank's process ------------------------------------------------------------------------
 
 
-def _rank_main(
-    prepare: Callable[[], None],
-    setup: Connection,
-    link: socket.socket,
-    ring: tuple[Segment, int, int],
-) -> NoReturn:
-    """Main function of a rank: builds it, then handles commands until rank 0 closes the link."""
+def _rank_main(*session: Any) -> NoReturn:
+    """Main function of a rank's process."""
     die_with_parent()
     # A terminal and a service manager signal the whole process group; rank 0's parent handles signals.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -327,9 +334,7 @@ def _rank_main(
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     code = 1
     try:
-        prepare()
-        build, place = setup.recv()
-        serve_link(link, Receiver(link, ring), lambda ready: build(place, ready))
+        run_rank(*session)
         code = 0
     except EOFError:  # rank 0 ended before it sent the build
         pass
@@ -337,21 +342,39 @@ def _rank_main(
         os._exit(code)
 
 
+def run_rank(
+    prepare: Callable[[], None],
+    setup: Connection,
+    link: socket.socket,
+    ring: tuple[Segment, int, int],
+    exchange: Exchange,
+) -> None:
+    """Build a rank, then handle commands until rank 0 closes the link."""
+    prepare()
+    build, place = setup.recv()
+    place = replace(place, exchange=exchange)
+    serve_link(link, Receiver(link, ring), lambda ready: build(place, ready))
+
+
 def serve_link(
-    link: socket.socket, receiver: Receiver, build: Callable[[Callable[[], None]], Handler]
+    link: socket.socket, receiver: Receiver, build: Callable[[Callable[[], object]], Handler]
 ) -> None:
     """Build a rank and handle the commands of rank 0; reports errors to it."""
     lock = threading.Lock()
 
-    def send(message: Failed | Reply | None) -> None:
+    def send(message: Failed | Reply | None) -> bool:
+        """False: rank 0 has closed the link."""
         frame = b"" if message is None else msgspec.msgpack.encode(message)
-        with lock, contextlib.suppress(OSError):  # rank 0 has ended: `receive` notices
-            link.sendall(_HEADER.pack(len(frame)) + frame)
+        try:
+            with lock:
+                link.sendall(_HEADER.pack(len(frame)) + frame)
+        except OSError:
+            return False
+        return True
 
     def beat() -> None:
-        while True:
+        while send(None):
             time.sleep(_HEARTBEAT_S)
-            send(None)
 
     try:
         handle = build(lambda: send(Reply()))

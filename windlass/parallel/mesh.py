@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from windlass.parallel.segment import Exchange
+
 
 class Group(Protocol):
     """A process group: ranks that share one tensor."""
@@ -94,6 +96,7 @@ class Mesh:
     pp: PeerGroup = field(default_factory=SingleRank)
     ep: Group = field(default_factory=SingleRank)
     world: Group = field(default_factory=SingleRank)
+    exchange: Exchange | None = None  # shared memory of the ranks of tp, if they are on one machine
 
     @property
     def expert_tp(self) -> Group:

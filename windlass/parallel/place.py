@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windlass.config import ParallelConfig
+from windlass.parallel.segment import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Place:
     rank: int
     parallel: ParallelConfig
     store_file: str | None  # None: the ranks are on several machines
+    exchange: Exchange | None = None  # of this rank's tensor-parallel group
 
     @property
     def local_rank(self) -> int:

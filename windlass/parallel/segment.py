@@ -22,14 +22,33 @@ class Segment:
         self.map = mmap.mmap(descriptor, num_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.num_bytes, reduction.DupFd(self._descriptor))
+        return _opened, (type(self), self.num_bytes, reduction.DupFd(self._descriptor))
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def _opened(num_bytes: int, duplicate: Any) -> Segment:
-    return Segment(num_bytes, duplicate.detach())
+_LINE = 64  # bytes
+_CHUNK_FLOATS = 2**19
+
+
+class Exchange(Segment):
+    """Where the ranks of a tensor-parallel group exchange tensors; collectives.cpp has its layout."""
+
+    num_floats = _CHUNK_FLOATS
+
+    @classmethod
+    def of(cls, num_ranks: int) -> Exchange:
+        """Memory for so many ranks."""
+        return cls(_LINE * (1 + num_ranks) + 2 * num_ranks * 4 * _CHUNK_FLOATS)
+
+    def set_lost(self) -> None:
+        """Make all ranks that wait for each other raise."""
+        self.map[0] = 1
+
+
+def _opened(kind: type[Segment], num_bytes: int, duplicate: Any) -> Segment:
+    return kind(num_bytes, duplicate.detach())
 
 
 def _anonymous_file() -> int:

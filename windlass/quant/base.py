@@ -137,6 +137,9 @@ class Layer(Protocol):
 class LinearMethod(Protocol):
     """Stores and applies the weights of linear layers in one format; vLLM: LinearMethodBase."""
 
+    # Whether ranks can divide the inputs. Act-order spreads groups of inputs over all of them.
+    cuts_inputs: bool
+
     @property
     def name(self) -> str: ...
 

@@ -183,6 +183,7 @@ class CompressedTensors(FileMethod):
         self._packed = packed
         self._weights = weights
         self._activation = activation
+        self.cuts_inputs = not weights.act_order
 
     @property
     def weights(self) -> WeightArgs:

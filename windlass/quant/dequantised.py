@@ -16,6 +16,7 @@ class Dequantised(Unquantised):
     def __init__(self, method: PackedMethod, dtype: torch.dtype, reason: str) -> None:
         super().__init__(dtype, name=method.name, reason=reason)
         self._method = method
+        self.cuts_inputs = method.cuts_inputs
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         return self._method.params(part, num_out, num_in)

@@ -32,7 +32,9 @@ class Gptq(FileMethod):
         bits = settings.one_of("bits", (2, 3, 4, 8))
         version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         settings.refuse("dynamic")
-        return cls(bits, Groups(settings.group_size()), version == "gptq", linears)
+        method = cls(bits, Groups(settings.group_size()), version == "gptq", linears)
+        method.cuts_inputs = settings.raw("desc_act") is not True
+        return method
 
     @property
     def bits(self) -> int:

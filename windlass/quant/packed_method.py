@@ -24,6 +24,8 @@ Shape = tuple[int, int]  # outputs, inputs
 class PackedMethod(ABC):
     """Converts one part at a time. Subclasses define the stored tensors and the packed form."""
 
+    cuts_inputs = True
+
     def __init__(self, name: str, linears: Linears) -> None:
         self._name = name
         self._linears = linears
@@ -102,6 +104,7 @@ class Mixed(PackedMethod):
         for name, method in methods.items():
             for end in _ends(name):
                 self._methods.setdefault(end, method)
+        self.cuts_inputs = all(method.cuts_inputs for method in methods.values())
 
     def params(self, part: str, num_out: int, num_in: int) -> dict[str, ParamSpec]:
         return self._of(part).params(part, num_out, num_in)

@@ -19,6 +19,8 @@ class Unquantised:
     `name` and `reason` describe a quantised format that the checkpoint's reader dequantises.
     """
 
+    cuts_inputs = True
+
     def __init__(
         self,
         dtype: torch.dtype,

@@ -39,6 +39,7 @@ from windlass.models.share import share_weights
 from windlass.parallel.mesh import Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
+from windlass.runner.collectives import choose_collectives
 
 # Options that decide how weights are stored and multiplied.
 _WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
@@ -104,6 +105,7 @@ def make_blueprint(
             mesh=mesh,
         )
     )
+    mesh, collectives = choose_collectives(mesh, ops)
     longest, length_choice = _longest(config, hparams)
     linears = Linears(
         device,
@@ -141,6 +143,7 @@ def make_blueprint(
         dtype_choice,
         threads.choice,
         *ops.choices,
+        *collectives,
         methods.choice,
         length_choice,
     ]

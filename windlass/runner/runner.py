@@ -7,7 +7,6 @@ eager.py on any device, program.py on the CPU, cuda/ with captured graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -21,16 +20,7 @@ from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import Executor, PendingStep
 from windlass.runner.grammar import Matchers
 from windlass.runner.inputs import SlotFacts, StepInputs
-
-
-class Followers(Protocol):
-    """Other ranks, which run every plan of this runner too; see worker.py."""
-
-    def announce(self, plan: StepPlan) -> None: ...
-
-    def result(self) -> PendingStep: ...
-
-    def lost(self, error: BaseException) -> EngineError: ...
+from windlass.runner.worker import Followers
 
 
 class Runner:
@@ -44,11 +34,11 @@ class Runner:
         self._drafter: Drafter | None = None
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
-        self._followers: Followers | None = None
+        self.followers: Followers | None = None  # other ranks, which run every plan too
 
     def lead(self, followers: Followers) -> None:
         """Announce every plan from now on to other ranks, before it is run here."""
-        self._followers = followers
+        self.followers = followers
 
     @property
     def padding(self) -> SlotId:
@@ -87,8 +77,8 @@ class Runner:
 
         A row with draft tokens returns 1 + the number of accepted ones.
         """
-        if self._followers is not None:
-            return self._submit_with(self._followers, plan)
+        if self.followers is not None:
+            return self._submit_with(self.followers, plan)
         try:
             return self._launch(self._apply(plan))
         except torch.cuda.OutOfMemoryError as error:

@@ -7,7 +7,7 @@ them samples the same tokens. If rank 0 is not among them, the first one sends i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -24,10 +24,11 @@ class RunPlan(msgspec.Struct, tag="run", array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
-    """Call one of the rank's functions by its name, and reply when it is done."""
+    """Call one of the rank's functions by its name, and reply when it is done if `replies`."""
 
     name: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
+    replies: bool
 
 
 Command = RunPlan | Call
@@ -81,7 +82,15 @@ class Followers:
     def call(self, name: str, *arguments: str) -> list[bytes]:
         """Call a function of every other rank, and wait for it."""
         self.receive_until(None)
-        return self._ranks.ask(_encoder.encode(Call(name, arguments)))
+        return self._ranks.ask(_encoder.encode(Call(name, arguments, replies=True)))
+
+    def tell(self, name: str, *arguments: str) -> None:
+        """Call a function of every other rank, at the same time as this rank does the same."""
+        self._ranks.send(_encoder.encode(Call(name, arguments, replies=False)))
+
+    def of(self, runner: int) -> Followers:
+        """The followers of another runner of rank 0."""
+        return Followers(self._ranks, runner)
 
 
 class ArrivingStep:
@@ -106,20 +115,22 @@ class Runs(Protocol):
 class Worker:
     """Handles the commands of rank 0. `sends_results`: rank 0 has no results of its own."""
 
-    def __init__(
-        self,
-        runner: Runs,
-        calls: Mapping[str, Callable[..., bytes | None]],
-        sends_results: bool = False,
-    ) -> None:
-        self.runners = {0: runner}
-        self._calls = calls
+    def __init__(self, runner: Runs, sends_results: bool = False) -> None:
+        self._runners = {0: runner}
         self._sends_results = sends_results
+        self.calls: dict[str, Callable[..., object]] = {}  # by the names that rank 0 uses
+
+    def add(self, number: int, runner: Runs) -> None:
+        """Add a draft runner, or replace it."""
+        self._runners[number] = runner
 
     def handle(self, message: bytes) -> bytes | None:
         """Run one command; its reply, if it has one."""
         command = _decoder.decode(message)
         if isinstance(command, RunPlan):
-            result = self.runners[command.runner].run(command.plan)
+            result = self._runners[command.runner].run(command.plan)
             return _encoder.encode(result) if self._sends_results else None
-        return self._calls[command.name](*command.arguments) or b""
+        found = self.calls[command.name](*command.arguments)
+        if not command.replies:
+            return None
+        return found if isinstance(found, bytes) else b""

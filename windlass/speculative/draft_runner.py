@@ -29,7 +29,8 @@ from windlass.models.hparams import HParams
 from windlass.runner.assemble import Assembled, make_draft_runner
 from windlass.runner.executor import PendingStep
 from windlass.runner.load import Loaded
-from windlass.speculative.base import NO_DRAFT, SlotUpdate, Submits
+from windlass.runner.runner import Runner
+from windlass.speculative.base import NO_DRAFT, SlotUpdate
 
 _MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers
 _MAX_SINGLES = 3  # missing tokens to compute one per step, where decode steps are captured
@@ -39,7 +40,7 @@ _MAX_SINGLES = 3  # missing tokens to compute one per step, where decode steps a
 class DraftRunner:
     """A runner of a draft network, and how to use it."""
 
-    runner: Submits
+    runner: Runner
     blocks_of: Callable[[SlotId], Sequence[BlockId]]  # the target's blocks of a slot
     block_size: int
     max_step_tokens: int

@@ -91,23 +91,26 @@ class EarlyExitLoader:
         if not self.chosen.may_pay:
             return None
         return DraftRunnerProposer(
-            self._draft_runner(made, layer, context.limits), context.hparams.vocab_size
+            self.draft_runner(made, layer, context.limits), context.hparams.vocab_size
         )
 
     def _candidates(self, made: Assembled, max_rows: int) -> Iterator[Candidate]:
         """Make runners one by one, each for few rows: capturing graphs takes time and memory."""
         for layer in candidate_layers(self.context.hparams.num_layers):
             few = replace(self.context.limits, max_num_seqs=max_rows)
-            yield layer, self._draft_runner(made, layer, few).runner
+            yield layer, self.draft_runner(made, layer, few).runner
 
-    def _draft_runner(self, made: Assembled, layer: int, limits: Limits) -> DraftRunner:
-        context = self.context
+    def draft_runner(self, made: Assembled, layer: int, limits: Limits) -> DraftRunner:
+        """A runner of the first layers, on all ranks at the same time."""
+        context, followers = self.context, made.runner.followers
+        if followers is not None:
+            followers.tell("exit", str(layer), str(limits.max_num_seqs))
         hparams = replace(
             context.hparams,
             num_layers=layer,
             sliding_windows=context.hparams.sliding_windows[:layer],
         )
-        return open_draft_runner(
+        made_runner = open_draft_runner(
             made,
             config=replace(context.config, speculation=SpecConfig()),
             hparams=hparams,
@@ -115,6 +118,9 @@ class EarlyExitLoader:
             limits=limits,
             kv_cache=SharedKVCache(made.cache, layer),
         )
+        if followers is not None:
+            made_runner.runner.lead(followers.of(layer))
+        return made_runner
 
     def describe(self) -> str:
         count = self.context.config.speculation.max_draft_tokens

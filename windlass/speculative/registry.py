@@ -27,6 +27,8 @@ _LOADERS = {
 WRITES_KV_AHEAD = ("draft", "self", "eagle", "mtp")
 # Methods whose drafts stay on the device, so that the next step can be pre-launched.
 PRELAUNCHES = ("medusa", "eagle", "mtp")
+# Methods in which every rank takes part: they compute with the target's network. Others run on rank 0.
+ON_EVERY_RANK = ("self", *PRELAUNCHES)
 # Functions that refuse an unusable --spec-model or option before the target's weights are read.
 _CHECKS = {
     "draft": "windlass.speculative.draft_model:check",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,20 +13,28 @@ from windlass.core.speculation.costs import Costs
 from windlass.core.speculation.facts import ProposerTraits, SpeculationFacts
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.base import Proposer, SpeculationContext
+from windlass.speculative.base import Proposer, ProposerLoader, SpeculationContext
+from windlass.speculative.early_exit import EarlyExitLoader
 from windlass.speculative.measure import MeasureLimits, measure, spot_check
 from windlass.speculative.measurement_cache import (
     MeasurementCache,
     machine_load,
     open_measurement_cache,
 )
-from windlass.speculative.registry import PRELAUNCHES, WRITES_KV_AHEAD, cost_key, open_loader
+from windlass.speculative.registry import (
+    ON_EVERY_RANK,
+    PRELAUNCHES,
+    WRITES_KV_AHEAD,
+    cost_key,
+    open_loader,
+)
 from windlass.speculative.runner import SpeculativeRunner
 
 if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
+    from windlass.runner.worker import Worker
 
 
 _MAX_DISAGREEMENT = 1.2  # factor between cached and observed costs above which to measure again
@@ -90,6 +98,8 @@ class SpeculationSetup:
             block_size=capacity.block_size,
             max_model_len=made.max_model_len,
         )
+        if made.runner.followers is not None and options.spec in ON_EVERY_RANK:
+            made.runner.followers.tell("draft")
         proposer = self._loader.start(made)
         if proposer is None:
             self._cache.save()
@@ -118,6 +128,18 @@ class SpeculationSetup:
         )
         return StartedSpeculation(SpeculativeRunner(made.runner, proposer), choice, facts)
 
+    def follow(self, made: Assembled, worker: Worker) -> dict[str, Callable[..., None]]:
+        """What another rank than rank 0 does for this proposer when rank 0 says so, by name."""
+        loader = self._loader
+        if not isinstance(loader, EarlyExitLoader):
+            return {"draft": partial(_start, loader, made)}
+
+        def add_exit(layer: str, max_rows: str) -> None:
+            limits = replace(loader.context.limits, max_num_seqs=int(max_rows))
+            worker.add(int(layer), loader.draft_runner(made, int(layer), limits).runner)
+
+        return {"draft": _do_nothing, "exit": add_exit}
+
     @property
     def check_costs(self) -> Callable[[float], None]:
         """Drops cached costs that running steps disagree with. Keeps the cache alive, not the setup."""
@@ -145,6 +167,15 @@ class SpeculationSetup:
         costs = measure(made.runner, proposer, limits)
         self._cache.put(name, {"room": size, "found": costs.to_json()})
         return costs, source
+
+
+def _start(loader: ProposerLoader, made: Assembled) -> None:
+    """Attach a drafter to the runner of a rank. Its drafts come in rank 0's plans."""
+    loader.start(made)
+
+
+def _do_nothing() -> None:
+    """Exits follow by their own command."""
 
 
 def _check_cached_costs(cache: MeasurementCache, name: str, disagreement: float) -> None:

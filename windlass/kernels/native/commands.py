@@ -43,6 +43,8 @@ class Op(IntEnum):
     SPARSE_MIXER = 21
     CAUSAL_CONV = 22
     SELECTIVE_SCAN = 23
+    ALL_REDUCE = 24
+    ALL_GATHER = 25
 
 
 class MapFunction(IntEnum):
@@ -110,6 +112,8 @@ WRITTEN = {
     Op.SPARSE_MIXER: (1,),
     Op.CAUSAL_CONV: (1,),
     Op.SELECTIVE_SCAN: (2,),
+    Op.ALL_REDUCE: (1,),
+    Op.ALL_GATHER: (1,),
 }
 
 

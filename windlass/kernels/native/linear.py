@@ -219,7 +219,9 @@ class NativeGemm(RowReader):
         self._pool.run(linear)
         return out.to(x.dtype)
 
-    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def rows(
+        self, ids: Tensor, dtype: torch.dtype = torch.float32, first: int | None = None
+    ) -> Tensor:
         out = torch.empty(len(ids), self.shape[1])
         ids32 = ids.to(torch.int32).contiguous()
         call = Call(
@@ -227,7 +229,7 @@ class NativeGemm(RowReader):
             len(ids),
             step_tensors=(out,),
             model_tensors=(None, self.address),
-            sizes=(self.shape[1], Type.PACKED),
+            sizes=(self.shape[1], Type.PACKED, *(() if first is None else (first, self.shape[0]))),
         )
         self._pool.run(call, Step(num_tokens=len(ids), ids=ids32.data_ptr()))
         return out.to(dtype)

@@ -33,11 +33,12 @@ class NativeOps:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
         """Return rows of a float32 or 16-bit table, in float32."""
         out = torch.empty(len(ids), table.shape[1])
         ids32 = ids.to(torch.int32).contiguous()
-        sizes = (table.shape[1], TYPE_OF[table.dtype])
+        shard = () if first is None else (first, len(table))
+        sizes = (table.shape[1], TYPE_OF[table.dtype], *shard)
         step = Step(num_tokens=len(ids), ids=ids32.data_ptr())
         call = Call(
             Op.EMBED, len(ids), step_tensors=(out,), model_tensors=(table, None), sizes=sizes

@@ -14,11 +14,12 @@ from typing import Protocol
 
 import torch
 
-from windlass.errors import OutOfMemory
+from windlass.errors import OutOfMemory, WorkerDied
 from windlass.kernels.native.commands import Call, Step
 from windlass.kernels.native.compiled import Native, NativeUnavailable, load
 
 _NO_STEP = Step()
+_LOST = 2  # windlass_run: a collective waited for a rank that is gone
 _SPIN_US = 50  # an idle worker spins this long before it sleeps
 
 
@@ -52,6 +53,8 @@ class Pool:
     def replay(self, commands: object, count: int, step: Step) -> None:
         """Run `count` commands."""
         failed = self.functions.windlass_run(self.handle, commands, count, ctypes.byref(step))
+        if failed == _LOST:
+            raise WorkerDied("another rank is lost.")
         if failed:
             raise OutOfMemory(f"no memory for a step of {step.num_tokens} tokens")
 

@@ -19,6 +19,7 @@ from torch.nn.functional import linear, pad
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
+from windlass.kernels.reference import shard_rows
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_linear import ScaledGemm
@@ -229,8 +230,10 @@ class GroupQuantGemm(RowReader):
         )
         return out
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
         assert self._perm is None
+        if first is not None:
+            return shard_rows(ids, first, self._num_out, lambda own: self._dequantised(dtype, own))
         return self._dequantised(dtype, ids)
 
     def _dequantised(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

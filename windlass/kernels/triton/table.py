@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.packed import Packed, Table4, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
+from windlass.kernels.reference import shard_rows
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
@@ -209,7 +210,9 @@ class CodebookGemm(RowReader):
         )
         return out
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
+        if first is not None:
+            return shard_rows(ids, first, self._num_out, lambda own: self._dequantised(dtype, own))
         return self._dequantised(dtype, ids)
 
     def _dequantised(self, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:

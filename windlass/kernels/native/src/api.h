@@ -33,7 +33,7 @@ void windlass_pack(WindlassPool* pool, const WindlassWeight* weight, const void*
                    const void* scales, const uint16_t* offsets, const int8_t* sub_scales,
                    uint8_t* out);
 
-// Runs commands in order. Returns 0, or 1 if memory could not be allocated.
+// Runs commands in order. Returns 0, 1 if memory could not be allocated, or 2 if another rank is lost.
 int32_t windlass_run(WindlassPool* pool, const WindlassCommand* commands, int32_t count,
                      const WindlassStep* step);
 

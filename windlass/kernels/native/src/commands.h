@@ -3,7 +3,7 @@
 // Arguments of each command; tensors are rows of float32 unless stated otherwise:
 //
 //             step_tensors                  model_tensors                  sizes; scalars
-//   embed     out                           table, weight                  width, type
+//   embed     out                           table, weight                  width, type, first, count
 //   norm      x, out                        weight                         width, stride, column; eps
 //   add_norm  x, residual, out              weight                         width; eps
 //   linear    x, y, normed, active, scales  weight, bias, norm             stride, column, flags; eps
@@ -32,8 +32,11 @@
 //                                                                          state ..., offset in a state
 //   selective_scan  x, mixed, out           decay, skip, dt bias, states   heads, head size, groups, state size,
 //                                                                          x width, state ...
+//   all_reduce      x, out                  shared memory                  width, rank, ranks, floats of a chunk
+//   all_gather      x, out                  shared memory, widths          sum of widths, rank, ranks, floats ...
 //
 // state ...: positions per page, offset of the layer's block tables, floats from one page to the next.
+// embed gives zeros for tokens outside [first, first + count); a count of 0 is the whole table.
 // kv: keys, values and, for int8 pages, their scales. heads ...: query heads, KV heads, head size,
 // positions per page, type of the pages, offset of the layer's block tables, vectors from one page to the
 // next. lora adds the adapters' output to y, with the matrices of kernels/lora.py. Its shape: inputs, parts (up to 3), maximum rank, stride between the ranks of two
@@ -75,6 +78,8 @@ enum Op : int32_t {
   kSparseMixer,
   kCausalConv,
   kSelectiveScan,
+  kAllReduce,
+  kAllGather,
 };
 
 // Storage types.

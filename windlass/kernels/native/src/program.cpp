@@ -3,6 +3,7 @@
 #include <new>
 
 #include "api.h"
+#include "lost.h"
 #include "run.h"
 
 using namespace windlass;
@@ -64,6 +65,10 @@ bool execute(const Run& run) {
       return run_selective_scan(run);
     case kSparseMixer:
       return run_sparse_mixer(run);
+    case kAllReduce:
+      return run_all_reduce(run);
+    case kAllGather:
+      return run_all_gather(run);
     default:
       return false;
   }
@@ -81,6 +86,8 @@ extern "C" int32_t windlass_run(WindlassPool* pool, const WindlassCommand* comma
     }
   } catch (const std::bad_alloc&) {
     return 1;
+  } catch (const LostRank&) {
+    return 2;
   }
   return 0;
 }

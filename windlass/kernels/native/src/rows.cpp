@@ -182,9 +182,11 @@ bool run_embed(const Run& run) {
     if (scratch == nullptr) return false;
   }
   run.each_row(8 * width, [&](int row) {
-    const int id = run.step.ids[row];
+    const int id = run.step.ids[row] - run.size(2);
     float* out = row_of(run.step_tensor(0), row, width);
-    if (type == kTypePacked) {
+    if (run.size(3) > 0 && (id < 0 || id >= run.size(3))) {
+      std::fill(out, out + width, 0.0f);  // another rank's token
+    } else if (type == kTypePacked) {
       read_packed_row(*weight, id, out, scratch ? row_of(scratch, row, width) : nullptr);
     } else {
       read_table(run.command.model_tensors[0], type,

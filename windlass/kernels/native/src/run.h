@@ -79,5 +79,7 @@ bool run_sigmoid_gate(const Run& run);
 bool run_causal_conv(const Run& run);
 bool run_selective_scan(const Run& run);
 bool run_sparse_mixer(const Run& run);
+bool run_all_reduce(const Run& run);
+bool run_all_gather(const Run& run);
 
 }  // namespace windlass

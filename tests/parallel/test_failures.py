@@ -1,0 +1,116 @@
+"""A rank that dies or hangs takes its replica down with one clear error, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, folder, make, tokens
+from windlass.errors import EngineError, WorkerDied
+from windlass.llm import AsyncLLM
+
+__all__ = ["folder"]
+
+
+def children(pid: int) -> list[int]:
+    """The ranks that a process has started."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in files for child in file.read_text().split()]
+    return [child for child in found if is_spawned(child)]
+
+
+def is_spawned(pid: int) -> bool:
+    """Whether the process exists, and is not the one of shared resources."""
+    with contextlib.suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def wait_until_gone(pid: int) -> None:
+    while is_spawned(pid):  # the test's time limit ends this
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, r"rank 1 was ended by signal 9\."),
+        (signal.SIGSTOP, r"rank 1 hangs: no heartbeat for \d\.\d s\."),
+    ],
+)
+def test_a_lost_rank_ends_the_step(folder: Path, number: int, message: str) -> None:
+    llm = make(folder, 2)
+    want = tokens(make(folder, 1))
+    assert tokens(llm) == want
+    (rank,) = multiprocessing.active_children()
+    assert rank.pid is not None
+    os.kill(rank.pid, number)
+    with pytest.raises(WorkerDied, match=message):
+        llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(WorkerDied, match=message):
+        llm.generate(PROMPTS, GREEDY)
+    while multiprocessing.active_children():  # the test's time limit ends this
+        time.sleep(0.05)
+
+
+_PARENT = """
+import sys, time
+from tests.parallel.test_tensor_parallel import make
+from pathlib import Path
+
+if __name__ == "__main__":
+    llm = make(Path(sys.argv[1]), 2)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    start = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        ranks = children(parent.pid)
+        assert ranks
+        os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank ends as well
+        parent.kill()
+    for rank in ranks:
+        wait_until_gone(rank)
+
+
+def test_the_server_restarts_a_replica_that_lost_a_rank(folder: Path) -> None:
+    options = {"num_blocks": 64, "dtype": "float32", "load_format": "dummy", "device": "cpu"}
+
+    async def run() -> None:
+        async with AsyncLLM(str(folder), tensor_parallel_size=2, **options) as llm:
+            want = (await llm.generate(PROMPTS[0], GREEDY)).outputs[0].token_ids
+            engine = llm._client.pid
+            assert engine is not None
+            (rank,) = children(engine)
+            os.kill(rank, signal.SIGKILL)
+            errors, found = 0, None
+            while not errors or found is None:  # until the loss was noticed, and repaired
+                try:
+                    found = await llm.generate(PROMPTS[0], GREEDY)
+                except EngineError:
+                    errors, found = errors + 1, None
+                    await asyncio.sleep(0.1)
+            assert found.outputs[0].token_ids == want
+            wait_until_gone(engine)
+            last = children(llm._client.pid)
+        for pid in last:
+            wait_until_gone(pid)
+
+    asyncio.run(run())
