@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ class SharedMemoryGroup:
         self._sockets = sockets
         self._pool = pool
         self._address = np.frombuffer(exchange.map, dtype=np.uint8).ctypes.data
-        self._widths: dict[tuple[int, ...], Tensor] = {}  # recorded commands point to them
+        self._recorded: list[Tensor] = []  # widths that recorded commands point to
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
@@ -51,14 +52,16 @@ class SharedMemoryGroup:
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if x.dtype != torch.float32 or max(widths) > self._exchange.num_floats:
             return self._sockets.all_gather(x, widths)
-        kept = self._widths.setdefault(tuple(widths), torch.tensor(widths, dtype=torch.int32))
+        counts = torch.tensor(widths, dtype=torch.int32)
+        if self._pool.is_recording:
+            self._recorded.append(counts)
         total, x = sum(widths), x.contiguous()
         out = x.new_empty((*x.shape[:-1], total))
         call = Call(
             Op.ALL_GATHER,
-            x.numel() // x.shape[-1],
+            math.prod(x.shape[:-1]),
             step_tensors=(x, out),
-            model_tensors=(self._address, kept),
+            model_tensors=(self._address, counts),
             sizes=(total, self.rank, self.size, self._exchange.num_floats),
         )
         self._pool.run(call)

@@ -7,6 +7,7 @@ eager.py on any device, program.py on the CPU, cuda/ with captured graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,9 @@ from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import Executor, PendingStep
 from windlass.runner.grammar import Matchers
 from windlass.runner.inputs import SlotFacts, StepInputs
-from windlass.runner.worker import Followers
+
+if TYPE_CHECKING:
+    from windlass.runner.worker import Followers
 
 
 class Runner:
