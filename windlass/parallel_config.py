@@ -80,6 +80,11 @@ class ParallelConfig:
                 f"--data-parallel-size {self.data_parallel_size} runs on one machine, and --nnodes is "
                 f"{self.nnodes}. Start one server per machine behind a load balancer."
             )
+        if self.nnodes > 1:
+            raise ConfigError(
+                f"--nnodes {self.nnodes}: the ranks of a model are on one machine in this version. Leave "
+                "it out."
+            )
 
     @property
     def counts_expert_load(self) -> bool:

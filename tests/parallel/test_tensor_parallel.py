@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from windlass import LLM, SamplingParams
-from windlass.errors import ShardError
+from windlass.errors import ConfigError, ShardError
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,3 +68,8 @@ def test_a_size_that_does_not_divide_names_those_that_work(folder: Path) -> None
     with pytest.raises(ShardError, match=r"3 shards .*Numbers of shards that work: 1, 2, 4\."):
         make(folder, 3)
     assert multiprocessing.active_children() == []
+
+
+def test_several_machines_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--nnodes 2: the ranks of a model are on one machine"):
+        make(folder, 2, nnodes=2)

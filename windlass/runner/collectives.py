@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.errors import UnsupportedError
 from windlass.kernels.native.commands import Call, Op
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.ops import Ops
@@ -75,6 +76,11 @@ def choose_collectives(mesh: Mesh, ops: Ops) -> tuple[Mesh, list[Choice]]:
     """The mesh with the fastest tensor-parallel group, and the start-up line."""
     if mesh.tp.size == 1 or isinstance(mesh.tp, SharedMemoryGroup):
         return mesh, []
+    if ops.is_triton:
+        raise UnsupportedError(
+            f"--tensor-parallel-size {mesh.tp.size}: ranks that share layers run on CPUs in this version. "
+            "Use --device cpu, or one GPU."
+        )
     if ops.native is None:
         return mesh, [Choice(_WHAT, "gloo", "no operation is native")]
     if mesh.exchange is None:
