@@ -210,11 +210,10 @@ def _ranks(
 
     if weights is not None:
         raise ConfigError("the weights of another engine cannot be shared by several ranks.")
-    only_tokens = config.speculation.spec in ("none", "ngram", "lookahead")
-    if config.parallel.pipeline_parallel_size > 1 and (config.lora.enable_lora or not only_tokens):
+    if config.parallel.pipeline_parallel_size > 1 and config.speculation.spec == "self":
         raise ConfigError(
-            "--pipeline-parallel-size supports neither adapters nor proposers with weights. Use --spec "
-            "ngram, or --tensor-parallel-size."
+            "--spec self drafts with the first layers and the head, which are on different pipeline "
+            "stages. Use another --spec, or --tensor-parallel-size."
         )
     ranks = Ranks(config.parallel, import_torch, exit_when_lost=exit_when_lost)
     try:
@@ -234,15 +233,18 @@ def build_worker(
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
-    # Only rank 0's clock decides whether a grammar is too slow.
-    config = replace(config, grammar=replace(config.grammar, grammar_step_timeout=math.inf))
+    sends_results = place.rank == config.parallel.last_stage
+    if (
+        not sends_results
+    ):  # only the clock of the rank whose results count decides about slow grammars
+        config = replace(config, grammar=replace(config.grammar, grammar_step_timeout=math.inf))
     ready()
     rank = _build_rank(config, source, _Log(), mesh=connect(place))
     _tune_garbage_collector()
     made, adapters, speculation = rank.made, rank.adapters, rank.speculation
     memory = RunnerMemory(_owners(made.runner, adapters), rank.weights.parts.device, {})
     load = NetworkLoad(rank.weights.network)
-    worker = Worker(made.runner, sends_results=place.rank == config.parallel.last_stage)
+    worker = Worker(made.runner, sends_results=sends_results)
     worker.calls |= {"sleep": memory.sleep, "wake": memory.wake, "expert_load": load.encode}
     if adapters is not None:
         store = adapters.store

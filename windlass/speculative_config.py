@@ -83,6 +83,11 @@ class SpecConfig:
         """The threshold of typical acceptance; None: exact acceptance."""
         return (self.spec_threshold or 0.9) if self.spec_acceptance == "typical" else None
 
+    @property
+    def embeds_drafts(self) -> bool:
+        """Whether the proposer embeds its draft tokens with the target's embedding."""
+        return self.spec in ("eagle", "mtp")
+
     def __post_init__(self) -> None:
         if self.spec == "none":
             for item in fields(self):

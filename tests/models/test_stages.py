@@ -10,6 +10,7 @@ import torch
 
 from tests.models import test_deepseek, test_dense_families, test_networks
 from tests.models.comparison import CPU, TINY, logits_of, make_parts, save_tiny
+from tests.models.test_granite_hybrid import HYBRID
 from tests.quant.ranks import Spy
 from windlass.config import ModelConfig
 from windlass.core.kv_layout import KVGroup, KVLayout
@@ -62,6 +63,7 @@ CASES = {
         "DeepseekV2",
         {**test_deepseek.MLA, **test_deepseek.EXPERTS, **test_deepseek.CASES["V2 Lite"][1]},
     ),
+    "states": ("GraniteMoeHybrid", {**HYBRID, "num_local_experts": 4}),
     **{
         name: test_dense_families.CASES[name]
         for name in ("cohere2", "exaone4-windows", "gpt2", "granite", "olmo2")

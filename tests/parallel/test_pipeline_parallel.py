@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 
+from tests.lora.folders import write_adapter, write_model
 from tests.models.comparison import save_tiny
 from tests.models.test_deepseek import CASES, EXPERTS, MLA, run
 from tests.parallel.test_tensor_parallel import CONFIG, GREEDY, PROMPTS
 from tests.runner.test_windows import make as build
+from tests.speculative import test_heads
+from tests.speculative.test_speculation import model_in, small, verify_all
 from windlass import LLM, SamplingParams
 from windlass.core.types import TokenLogprob
 from windlass.errors import ConfigError, WorkerDied
+
+__all__ = ["small", "verify_all"]
 
 SAMPLED = [
     GREEDY,
@@ -113,6 +118,41 @@ def test_proposers_of_tokens(method: str, folder: Path) -> None:
     want = tokens(make(folder, 1))
     llm = make(folder, 2, spec=method)
     assert tokens(llm) == want
+    close(llm)
+
+
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("method", ["draft", "medusa", "eagle"])
+def test_proposers_with_weights(method: str, small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    model_in(path, num_hidden_layers=4)
+    want = tokens(make(path, 1))
+    head = small if method == "draft" else getattr(test_heads, method)(tmp_path / method)
+    llm = make(path, 2, spec=method, spec_model=str(head))
+    assert tokens(llm) == want
+    assert llm.engine.stats().num_draft_tokens > 0
+    close(llm)
+
+
+def test_drafting_with_the_first_layers_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="different pipeline stages"):
+        make(folder, 2, spec="self")
+
+
+def test_adapters(tmp_path: Path) -> None:
+    model, adapter = write_model(tmp_path / "model"), write_adapter(tmp_path / "a")
+    options: dict[str, Any] = {"enable_lora": True, "lora_modules": (f"a={adapter}",)}
+    prompts = [[5, 9, 22, 7, 3], [8] * 40]
+
+    def results(llm: LLM) -> list[list[int]]:
+        found = llm.generate(prompts * 2, GREEDY, adapter=["", "", "a", "a"])
+        return [each.outputs[0].token_ids for each in found]
+
+    want = results(make(model, 1, **options))
+    assert want[:2] != want[2:]
+    llm = make(model, 2, **options)
+    assert results(llm) == want
     close(llm)
 
 

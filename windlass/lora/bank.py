@@ -111,6 +111,7 @@ class Bank:
         self.num_slots = num_slots
         self.max_rank = max_rank
         self._architecture = hparams.architecture
+        self._is_elsewhere = network.is_elsewhere  # modules of other pipeline stages
         self._layers: list[Stacks] = []
         self._layouts: dict[int, _SlotLayout] = {}  # by slot, of its latest adapter
         self._locations: dict[str, _ModuleLocation] = {}
@@ -172,6 +173,8 @@ class Bank:
         """Raise CheckpointError, with the module and both shapes, if an adapter does not fit."""
         for name, weights in adapter.modules.items():
             location = self._locations.get(name)
+            if location is None and self._is_elsewhere(f"{name}."):
+                continue
             if location is None:
                 raise CheckpointError(
                     f"adapter {adapter.name!r} changes {name}, which this network "
@@ -207,7 +210,12 @@ class Bank:
     def _packed(self, adapter: Adapter | StoredAdapter) -> Adapter:
         """Pack an adapter. The scales of a whole slot precede int8 codes in the buffer."""
         found = as_stored(adapter) if isinstance(adapter, Adapter) else adapter
-        cut = {name: self._locations[name].cut(own) for name, own in found.modules.items()}
+        locations = self._locations  # of this stage
+        cut = {
+            name: locations[name].cut(own)
+            for name, own in found.modules.items()
+            if name in locations
+        }
         found = replace(found, modules=cut)
         total = sum(matrix.size for weights in found.modules.values() for matrix in weights[:2])
         packed = allocate(self._scale_bytes + total, self._dtype)
@@ -250,15 +258,16 @@ class Bank:
         """
         if not 1 <= slot <= self.num_slots:
             raise ValueError(f"adapter slot {slot} is not one of 1 to {self.num_slots}")
-        packed = adapter.packed
-        if packed is None:
+        if adapter.packed is None:
             self.check(adapter)
-            packed = self._packed(adapter).packed
+            adapter = self._packed(adapter)
+        packed = adapter.packed
         assert packed is not None
         layout = self._layout(slot, adapter)
         on_device = self._copy_to_device(packed)
         matrices = on_device[self._scale_bytes :].split(layout.sizes)
-        torch._foreach_copy_(layout.targets, layout.sources(matrices))
+        if layout.targets:  # else no layer of this stage is changed
+            torch._foreach_copy_(layout.targets, layout.sources(matrices))
         for stacks, deltas in zip(self._layers, layout.deltas, strict=True):
             stacks.deltas[slot] = deltas
         if self._scales is not None:

@@ -23,11 +23,12 @@ def allocate(count: int, dtype: torch.dtype) -> Tensor:
 
     Faulting in and pinning thousands of small pages takes longer than filling them.
     """
-    pages = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=_FLAGS)
+    num_bytes = max(1, count) * dtype.itemsize  # an adapter may change no layer of a stage
+    pages = mmap.mmap(-1, num_bytes, flags=_FLAGS)
     if _HUGE_PAGES is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(_HUGE_PAGES)
-    return torch.frombuffer(pages, dtype=dtype, count=count)
+    return torch.frombuffer(pages, dtype=dtype)[:count]
 
 
 def pin(tensor: Tensor) -> None:

@@ -148,11 +148,11 @@ class DecoderModel(nn.Module):
         self.embed_tokens: nn.Module | None = None
         self._scale = torch.tensor(hparams.embedding_scale, dtype=parts.dtype, device="cpu").item()
         self.embed_positions: Embedding | None = None
-        if stage.is_first:
+        if stage.is_first or (stage.is_last and parts.embeds_drafts):
             self.embed_tokens = table or _embedding(hparams, parts)
-            if hparams.learned_positions:
-                sizes = hparams.learned_positions, hparams.hidden_size
-                self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
+        if stage.is_first and hparams.learned_positions:
+            sizes = hparams.learned_positions, hparams.hidden_size
+            self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
         self.layers = nn.ModuleList()
         for index in stage.layers:  # under the checkpoint's number, also on later stages
             self.layers.add_module(str(index), Block(index, hparams, parts, stage.start))
@@ -173,7 +173,7 @@ class DecoderModel(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """The token embeddings, scaled."""
-        assert self.embed_tokens is not None, "only the first stage has the embedding"
+        assert self.embed_tokens is not None, "this stage has no embedding"
         x = self.embed_tokens(ids)
         return x if self._scale == 1.0 else x * self._scale
 
@@ -187,7 +187,9 @@ class DecoderModel(nn.Module):
         layers, tables = self.stage.layers, self.cos_sin
         blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
         num_layers = self.stage.num_layers
-        reads_all = aux_hidden_states is not None and num_layers in aux_hidden_states
+        reads_all = (
+            self.stage.is_last and aux_hidden_states is not None and num_layers in aux_hidden_states
+        )
         for i, block, norm in blocks:
             if aux_hidden_states is not None and i in aux_hidden_states:
                 aux_hidden_states[i] = residual.clone()  # layers may change it in place

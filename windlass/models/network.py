@@ -59,6 +59,7 @@ class Parts:
     workers: Workers = field(default_factory=Workers)  # of native kernels
     experts: ExpertKernels | None = None  # None: the reference
     stage: Stage | None = None  # the layers that this rank computes; None: all
+    embeds_drafts: bool = False  # the last stage has the embedding too, for a proposer
     placements: Mapping[int, ExpertPlacement] = field(default_factory=dict)  # of some layers
     expert_combine: CombineRule = "auto"
 

@@ -177,6 +177,7 @@ class _Maker:
         )
         pipeline = Pipeline(
             parts.mesh.pp,
+            layers=range(0) if parts.stage is None else parts.stage.layers,
             hidden_size=self._hparams.hidden_size,
             dtype=parts.dtype,
             device=parts.device,
@@ -224,9 +225,6 @@ class _Maker:
         """Why no step may be captured or recorded; None: steps may."""
         if self._config.model.enforce_eager:
             return "--enforce-eager"
-        parts = self._loaded.parts
-        if parts.ops.is_triton and parts.mesh.pp.size > 1:
-            return "a pipeline stage is not captured"
         return self._loaded.network.why_eager
 
     def _program(self, parts: RunnerParts) -> list[Executor]:

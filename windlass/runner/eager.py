@@ -182,11 +182,11 @@ class EagerExecutor(Executor):
         drafter = self._drafter if shape.draft_length else None
         aux_hidden_states = {} if drafter is None else dict.fromkeys(drafter.layers, ids)
         pipeline = parts.pipeline
-        x = ids if pipeline.is_first else pipeline.receive(shape.num_tokens)
+        x = pipeline.enter(ids, aux_hidden_states)
         with parts.gemm.batch_invariant(shape.batch_invariant):
             hidden = self._forward(x, batch, aux_hidden_states)
             if not pipeline.is_last:
-                pipeline.send(hidden)
+                pipeline.leave(hidden, aux_hidden_states)
                 return PASSED_ON
             samples = self._sample(inputs, batch, hidden)
             if drafter is None and not shape.scores_prompts:

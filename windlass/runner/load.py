@@ -13,7 +13,7 @@ from windlass.config import AUTO, EngineConfig, ModelConfig, ParallelConfig
 from windlass.core.card import Choice
 from windlass.core.expert_load import check_placements, read_placements
 from windlass.core.moe import ExpertPlacement
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, UnsupportedError
 from windlass.kernels.experts import ExpertKernels, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
@@ -206,7 +206,7 @@ def load_network(
     """
     gemm = None if weights is None else weights.gemm.twin()
     blueprint = make_blueprint(config, hparams, checkpoint, workers=workers, gemm=gemm, mesh=mesh)
-    parts, stages = _cut(hparams, blueprint.parts)
+    parts, stages = _cut(config, hparams, blueprint.parts)
     network = make_network(hparams, parts)
     if weights is None:
         try:
@@ -244,11 +244,16 @@ def load_network(
     )
 
 
-def _cut(hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
+def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
     """The parts with this rank's pipeline stage, and the line of the start-up table."""
     count = parts.mesh.pp.size
     if count == 1:
         return parts, []
+    if parts.device.type != "cpu":
+        raise UnsupportedError(
+            f"--pipeline-parallel-size {count}: the stages of a model run on CPUs in this version. Use "
+            "--device cpu, or one GPU."
+        )
     mesh = parts.mesh
     shape = RankShape(tp=mesh.tp.size, pp=count, expert_parallel=mesh.ep.size > 1)
     network = rank_network(hparams, parts, shape)
@@ -257,7 +262,8 @@ def _cut(hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
     held = " + ".join(found.gib(network.stage_bytes(stage)) for stage in stages)
     value, why = f"{count} stages of {layers} layers", f"{held} of weights on a rank of each"
     choice = Choice("pipeline", value, why)
-    return replace(parts, stage=stages[parts.mesh.pp.rank]), [choice]
+    embeds_drafts = config.speculation.embeds_drafts
+    return replace(parts, stage=stages[mesh.pp.rank], embeds_drafts=embeds_drafts), [choice]
 
 
 def _does_not_fit(config: EngineConfig, hparams: HParams, blueprint: Blueprint) -> str:

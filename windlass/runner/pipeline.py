@@ -30,12 +30,14 @@ class Pipeline:
         self,
         ranks: PeerGroup | None = None,
         *,
+        layers: range = range(0),
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """`ranks`: one per stage, in order."""
+        """`ranks`: one per stage, in order. `layers`: of this stage."""
         self._ranks = ranks or SingleRank()
+        self._layers = layers
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
@@ -43,14 +45,34 @@ class Pipeline:
         self.is_first = self._ranks.rank == 0
         self.is_last = self._ranks.rank == self._ranks.size - 1
 
-    def empty(self, num_tokens: int) -> Tensor:
-        """A residual stream [tokens, hidden] without values."""
-        shape = (num_tokens, self._hidden_size)
+    def enter(self, ids: Tensor, aux_hidden_states: dict[int, Tensor]) -> Tensor:
+        """The network's inputs: token ids on the first stage, else the residual stream.
+
+        Sets the aux hidden states of layers of earlier stages, which a drafter on the last stage reads.
+        """
+        if self.is_first:
+            return ids
+        known = [layer for layer in aux_hidden_states if layer < self._layers.start]
+        if not known:
+            return self.receive(len(ids))
+        x, *others = self.receive(len(ids), 1 + len(known))
+        aux_hidden_states.update(zip(known, others, strict=True))
+        return x
+
+    def leave(self, x: Tensor, aux_hidden_states: dict[int, Tensor]) -> None:
+        """Send what `enter` of the next stage reads."""
+        known = [layer for layer in aux_hidden_states if layer < self._layers.stop]
+        streams = [x, *(aux_hidden_states[layer] for layer in known)]
+        self.send(torch.stack(streams) if known else x)
+
+    def empty(self, num_tokens: int, *streams: int) -> Tensor:
+        """A residual stream [tokens, hidden] without values, or several [streams, tokens, hidden]."""
+        shape = (*streams, num_tokens, self._hidden_size)
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def receive(self, num_tokens: int) -> Tensor:
+    def receive(self, num_tokens: int, *streams: int) -> Tensor:
         """The residual stream of the stage before, in the order of the plans."""
-        x = self.empty(num_tokens)
+        x = self.empty(num_tokens, *streams)
         self._ranks.receive(x, self._ranks.rank - 1)
         return x
 

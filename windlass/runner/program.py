@@ -93,13 +93,13 @@ class ProgramExecutor(Executor):
     def refuses(self, shape: StepShape) -> str | None:
         if shape.adapted and self._adapted is None:
             return "no adapters were recorded"
+        if shape.draft_length:
+            return "heads draft in the step"
         return self._refuses_results(shape) if self._parts.pipeline.is_last else None
 
     def _refuses_results(self, shape: StepShape) -> str | None:
         if shape.scores_prompts or shape.needs_all_hidden:
             return "all hidden states are read"
-        if shape.draft_length:
-            return "heads draft in the step"
         # Draft tokens kept from an earlier step may exceed the program's capacity.
         if shape.num_sampled > self._limits.rows:
             return "more sampled positions than recorded"
