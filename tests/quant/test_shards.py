@@ -31,7 +31,9 @@ from tests.quant.ranks import (
 )
 from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ShardError
+from windlass.kernels import reference
 from windlass.kernels.linears import Linears
+from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.lora.bank import Bank
@@ -50,7 +52,6 @@ from windlass.quant.shard import Shard
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.load import make_blueprint
 from windlass.speculative.heads import _RenamedCheckpoint
-from windlass.tools.quantize.layer import _OPS
 
 # Heads of 128, so that every format can be cut in four. Two kv heads: four ranks share them.
 SIZES = {
@@ -61,6 +62,11 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+OPS = Ops(
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    silu_mul=reference.silu_mul,
+)
 COUNTS = (2, 4)
 ACT_ORDER = ("gptq act-order", "gptq act-order per part", "int4 act-order")
 Write = Callable[[Path, Path], Path]
@@ -187,7 +193,7 @@ class Mlp(Weights):
 
     def __init__(self, method: LinearMethod, group: Group) -> None:
         super().__init__()
-        self.mlp = GatedMLP(tiny.HIDDEN, tiny.FFN, lambda _: method, _OPS, group)
+        self.mlp = GatedMLP(tiny.HIDDEN, tiny.FFN, lambda _: method, OPS, group)
 
 
 def gguf_mlp(path: Path, kind: str) -> Checkpoint:
