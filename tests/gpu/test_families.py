@@ -1,4 +1,4 @@
-"""Families with experts, latents, sinks, caps and output norms on a GPU: captured = eager = reference."""
+"""Families with experts, latents, sinks, caps and output norms on a GPU: captured = eager, and kernels as exact as the reference."""
 
 from __future__ import annotations
 
@@ -108,6 +108,24 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
+CASES["granite-hybrid"] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "shared_intermediate_size": 512,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(10)]
 
@@ -127,24 +145,30 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
 
 
-def scores(llm: LLM) -> list[float]:
+def scores(llm: LLM) -> torch.Tensor:
+    """The logprobs of all prompt tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    return [
-        score.logprob
-        for result in llm.generate(PROMPTS, params)
-        for score in result.prompt_logprobs
-    ]
+    return torch.tensor(
+        [
+            score.logprob
+            for result in llm.generate(PROMPTS, params)
+            for score in result.prompt_logprobs
+        ]
+    )
 
 
-def test_captured_equals_eager_and_kernels_equal_the_reference(folder: Path) -> None:
-    """Random weights have near ties, so some requests may differ, and logprobs a little.
+def test_captured_equals_eager_and_kernels_are_as_exact_as_the_reference(folder: Path) -> None:
+    """16-bit kernels may differ from float32 as much as the plain 16-bit operations do.
 
-    A router with a near tie chooses another expert, which changes the logprobs of a few positions more.
+    Random weights have near ties: some requests differ between captured and eager steps, and where a
+    router chooses another expert, so do the logprobs of the following positions.
     """
     captured, eager = load(folder), load(folder, enforce_eager=True)
     pairs = list(zip(tokens(captured), tokens(eager), strict=True))
     assert sum(a == b for a, b in pairs) / len(pairs) >= 0.8
-    reference = load(folder, plain_kernels=True, enforce_eager=True)
-    differences = torch.tensor(scores(captured)).sub(torch.tensor(scores(reference))).abs()
-    assert (differences < 0.03).float().mean() > 0.95
-    assert differences.max() < 0.3
+    plain = {"plain_kernels": True, "enforce_eager": True}
+    exact = scores(load(folder, dtype="float32", **plain))
+    allowed = (scores(load(folder, **plain)) - exact).abs()
+    errors = (scores(captured) - exact).abs()
+    assert errors.median() < 1.3 * allowed.median() + 1e-4
+    assert errors.square().mean().sqrt() < 1.5 * allowed.square().mean().sqrt() + 1e-3
