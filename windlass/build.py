@@ -185,11 +185,13 @@ def _build_engine(
                 _build_rank(config, source, log, weights=weights), source, log, requested_spec
             )
         from windlass.parallel.groups import connect
+        from windlass.runner.device import claim_gpu
         from windlass.runner.worker import Followers
 
+        own = claim_gpu(config, ranks.place)
         ranks.build(partial(build_worker, config, source))
         ranks.wait_until_ready()
-        rank = _build_rank(config, source, log, mesh=connect(ranks.place))
+        rank = _build_rank(own, source, log, mesh=connect(ranks.place))
         ranks.wait_until_ready()
         followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)
@@ -229,10 +231,12 @@ def build_worker(
 ) -> Handler:
     """Build a rank beside rank 0, in its own process."""
     from windlass.parallel.groups import connect
+    from windlass.runner.device import claim_gpu
     from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
+    config = claim_gpu(config, place)
     sends_results = place.rank == config.parallel.last_stage
     if (
         not sends_results

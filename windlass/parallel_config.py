@@ -8,6 +8,7 @@ from typing import Literal
 from windlass.errors import ConfigError
 from windlass.settings import at_least, option
 
+DistributedBackend = Literal["auto", "nccl", "gloo"]
 CombineRule = Literal["auto", "all-reduce", "all-to-all"]
 
 
@@ -41,6 +42,11 @@ class ParallelConfig:
     )
     record_expert_load: str | None = option(
         None, "File for the number of tokens that chose each expert."
+    )
+    distributed_backend: DistributedBackend = option(
+        "auto",
+        "How ranks exchange tensors: nccl between GPUs, gloo through host memory, which is slow and also "
+        "works for ranks that share a GPU. auto: nccl on GPUs, shared memory on a CPU.",
     )
     nnodes: int = option(1, "Number of machines that share the model.")
     node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")

@@ -83,6 +83,10 @@ GEMM = {
 }
 
 
+def without(signature: dict[str, str], name: str) -> dict[str, str]:
+    return {key: kind for key, kind in signature.items() if key != name}
+
+
 def paged(signature: dict[str, str], codes: str | None) -> tuple[dict[str, str], dict[str, None]]:
     """A kernel's signature and constants for unquantised pages, or for codes with scales."""
     scales = ("key_scales", "value_scales")
@@ -112,7 +116,8 @@ def decode(
     flags = {**flags, "INTERLEAVED": False, "PER_HEAD": False, **(rotation or {})}
     options = attention._decode_options(pad, splits, codes is not None)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
-    signature, scales = paged({**DECODE, "sinks": F} if sinks else DECODE, codes)
+    base = DECODE if flags["ROTATED"] or not raw else without(DECODE, "cos_sin")
+    signature, scales = paged({**base, "sinks": F} if sinks else base, codes)
     constants = {**heads, **flags, **constants, **scales}
     return attention_kernels.paged_decode_kernel, signature, constants, options
 
@@ -149,7 +154,7 @@ def rotate(
     constants = {"NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "ROTATED": dim}
     constants |= {"HALF_PAD": triton.next_power_of_2(dim // 2), "NORM": "rms" if normed else None}
     constants |= {"INTERLEAVED": False, "PER_HEAD": False, **flags}
-    signature, scales = paged(ROPE, codes)
+    signature, scales = paged(ROPE if constants["ROTATED"] else without(ROPE, "cos_sin"), codes)
     if raw:
         signature = {**signature, "qkv_rows": F, "qkv_columns": F}
     constants = {**constants, "SIZE": 16, "STRIDE": 8 * 16, **scales}

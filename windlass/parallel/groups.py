@@ -96,6 +96,11 @@ def connect(place: Place) -> Mesh:
         backend = c10d.ProcessGroupGloo(own, members.index(rank), len(members), timeout=_TIMEOUT)
         return GlooGroup(backend)
 
+    def connect_gpus(device: torch.device) -> Group:
+        from windlass.parallel.nccl import NcclGroup
+
+        return NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
+
     stage, column = divmod(rank, tp)
     sharing = group(f"tp-{stage}", range(stage * tp, (stage + 1) * tp))
     return Mesh(
@@ -103,6 +108,7 @@ def connect(place: Place) -> Mesh:
         pp=group(f"pp-{column}", range(column, size, tp)),
         ep=sharing if place.parallel.enable_expert_parallel else SingleRank(),
         world=group("world", range(size)),
+        connect_gpus=None if place.parallel.distributed_backend == "gloo" else connect_gpus,
         exchange=place.exchange,
     )
 

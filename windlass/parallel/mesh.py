@@ -5,10 +5,11 @@ A group of one rank has no overhead, so layers need no special case for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from windlass.parallel.segment import Exchange
@@ -96,6 +97,8 @@ class Mesh:
     pp: PeerGroup = field(default_factory=SingleRank)
     ep: Group = field(default_factory=SingleRank)
     world: Group = field(default_factory=SingleRank)
+    # Connects the ranks of tp by NCCL. All of them call it with their GPU, which none shares.
+    connect_gpus: Callable[[torch.device], Group] | None = None
     exchange: Exchange | None = None  # shared memory of the ranks of tp, if they are on one machine
 
     @property

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from windlass.core.card import Choice
-from windlass.errors import UnsupportedError
 from windlass.kernels.native.commands import Call, Op
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.ops import Ops
+from windlass.parallel.groups import GlooGroup
 from windlass.parallel.mesh import Group, Mesh
 from windlass.parallel.segment import Exchange
 
@@ -72,15 +72,16 @@ class SharedMemoryGroup:
         return self._sockets.all_to_all(x, sent=sent, received=received)
 
 
-def choose_collectives(mesh: Mesh, ops: Ops) -> tuple[Mesh, list[Choice]]:
+def choose_collectives(mesh: Mesh, ops: Ops, device: torch.device) -> tuple[Mesh, list[Choice]]:
     """The mesh with the fastest tensor-parallel group, and the start-up line."""
-    if mesh.tp.size == 1 or isinstance(mesh.tp, SharedMemoryGroup):
+    if mesh.tp.size == 1 or not isinstance(mesh.tp, GlooGroup):
         return mesh, []
-    if ops.is_triton:
-        raise UnsupportedError(
-            f"--tensor-parallel-size {mesh.tp.size}: ranks that share layers run on CPUs in this version. "
-            "Use --device cpu, or one GPU."
-        )
+    if device.type == "cuda":
+        if mesh.connect_gpus is None:
+            return mesh, [Choice(_WHAT, "gloo", "as set: through host memory, without graphs")]
+        nccl = mesh.connect_gpus(torch.device("cuda", torch.cuda.current_device()))
+        chosen = Choice(_WHAT, "nccl", f"the {nccl.size} ranks have a GPU each")
+        return replace(mesh, tp=nccl, ep=nccl if mesh.ep is mesh.tp else mesh.ep), [chosen]
     if ops.native is None:
         return mesh, [Choice(_WHAT, "gloo", "no operation is native")]
     if mesh.exchange is None:

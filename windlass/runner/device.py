@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from windlass.errors import ConfigError
 from windlass.models.hparams import HParams
 from windlass.models.network import kv_layout
 from windlass.parallel.mesh import Mesh
+from windlass.parallel.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,30 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
     gpus = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
     own = gpus[replica * ranks : (replica + 1) * ranks]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
+def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
+    """Make this rank's GPU the current one. Returns the config to build the rank with.
+
+    Ranks that exchange tensors through host memory may share a GPU, and cannot be captured.
+    """
+    parallel = config.parallel
+    backend = parallel.distributed_backend
+    if choose_device(config.model).type != "cuda":
+        if backend == "nccl":
+            raise ConfigError("--distributed-backend nccl needs GPUs. Leave it out.")
+        return config
+    ranks, count = parallel.ranks_per_node, torch.cuda.device_count()
+    if ranks > count and backend != "gloo":
+        raise ConfigError(
+            f"{ranks} ranks (--tensor-parallel-size times --pipeline-parallel-size) need a GPU each, and "
+            f"torch sees {count}. Use at most {count}, or --distributed-backend gloo to share a GPU, "
+            "which is slow."
+        )
+    torch.cuda.set_device(place.local_rank % count)
+    if backend != "gloo":
+        return config
+    return replace(config, model=replace(config.model, enforce_eager=True))
 
 
 def choose_threads(config: ModelConfig, num_processes: int = 1) -> ThreadChoice:

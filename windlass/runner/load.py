@@ -105,7 +105,7 @@ def make_blueprint(
             mesh=mesh,
         )
     )
-    mesh, collectives = choose_collectives(mesh, ops)
+    mesh, collectives = choose_collectives(mesh, ops, device)
     longest, length_choice = _longest(config, hparams)
     linears = Linears(
         device,
@@ -231,8 +231,11 @@ def load_network(
     if blueprint.parts.mesh.ep.size > 1:
         combines = [each for each in network.modules() if isinstance(each, ExpertCombine)]
         choices += dict.fromkeys(each.choice for each in combines)
-    if plain:
+    if plain and parts.mesh.world.size == 1:
         choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
+    elif plain and parts.device.type == "cuda":
+        # Timed choices could differ, and with them the bits of values that every rank computes.
+        choices.append(Choice("GEMM", "cuBLAS", "not timed: all ranks must choose alike"))
     return Loaded(
         config=config.model,
         network=network,
@@ -240,8 +243,17 @@ def load_network(
         gemm=blueprint.linears.gemm,
         weight_bytes=network.weight_bytes,
         choices=choices,
-        why_not_batch_invariant=network.why_eager or _why_not_batch_invariant(layers, experts),
+        why_not_batch_invariant=network.why_eager
+        or _why_not_batch_invariant(layers, experts)
+        or _why_not_summed_in_order(parts),
     )
+
+
+def _why_not_summed_in_order(parts: Parts) -> str | None:
+    """Why ranks do not sum in a fixed order; None: they do."""
+    if parts.device.type != "cuda" or parts.mesh.tp.size <= 2:
+        return None
+    return "NCCL sums more than two ranks in an order that depends on the batch"
 
 
 def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:

@@ -149,7 +149,7 @@ def decode_query(
     q_weight, k_weight = weights
     token = qkv[3]
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
-    rotation = cos_sin
+    rotation = position  # not read without rotation: cos_sin may be None, which cannot be passed on
     if ROTATED > 0:
         rotation = cos_sin + position.to(tl.int64) * ROTATED
     q_mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -204,7 +204,7 @@ def attend_self(
     stride: tl.constexpr = (GROUP + 2) * NUM_KV * DIM
     mask = (g < 1)[:, None] & (d < DIM)[None, :]
     k_at = (GROUP * NUM_KV + head) * DIM + g * 0
-    rotation = cos_sin
+    rotation = position  # not read without rotation: cos_sin may be None, which cannot be passed on
     if ROTATED > 0:
         rotation = cos_sin + position.to(tl.int64) * ROTATED
     k = _rotated(
