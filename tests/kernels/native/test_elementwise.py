@@ -157,7 +157,7 @@ def test_a_recorded_step_equals_the_eager_one() -> None:
         sampled = (ctypes.c_int32 * count)(*range(count))
         inputs.step.sampled = ctypes.addressof(sampled)
         program.run(inputs, draw=False)
-        assert torch.equal(program.logits[:count], logits_of(ids))
+        assert torch.equal(program.results[0][:count], logits_of(ids))
 
 
 def test_sums_of_different_shapes_cannot_be_recorded(ops: NativeOps) -> None:

@@ -266,7 +266,7 @@ def test_a_recorded_step_equals_the_eager_one(pool: Pool) -> None:
         sampled = (ctypes.c_int32 * count)(*range(count))
         step.sampled = ctypes.addressof(sampled)
         program.run(recorded, draw=False)
-        assert torch.equal(program.logits[:count], logits_of(ids))
+        assert torch.equal(program.results[0][:count], logits_of(ids))
 
 
 def test_two_engines_share_the_weights(pool: Pool) -> None:
