@@ -73,13 +73,13 @@ def main() -> None:
         for workload in turns[0][one]:
             speeds = {name: median(turn[name][workload] for turn in turns) for name in LAYOUTS}
             ratios = [turn[two][workload] / turn[one][workload] for turn in turns]
-            row: dict[str, Any] = {"model": model, "workload": workload}
-            row |= {f"{name}, tok/s": round(speed, 1) for name, speed in speeds.items()}
+            row: dict[str, Any] = {"model": Path(model).name, "workload": workload}
+            row |= {"one_tok_s": round(speeds[one], 1), "two_tok_s": round(speeds[two], 1)}
             rows.append(row | {"ratio": round(median(ratios), 3)})
             print(rows[-1])
     notes = "Medians of turns in one run; ratio: two ranks over one process, within each turn."
     if options.output is not None:
-        Record("tensor parallelism on a CPU", rows, notes).save(options.output)
+        Record("tensor_parallel", rows, notes).save(options.output)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/lora.md",
     "docs/ladder.md",
+    "docs/parallel.md",
     "docs/planning.md",
     "docs/quantisation.md",
     "docs/speculation.md",
@@ -130,6 +131,13 @@ COLUMNS: dict[str, Columns] = {
         "peak_mib": "peak memory MiB",
         "decode_tok_s": "decode tok/s",
         "decode_ratio": "relative to the first row",
+    },
+    "tensor_parallel": {
+        "model": "model",
+        "workload": "workload",
+        "one_tok_s": "1 process, 2 threads, tok/s",
+        "two_tok_s": "2 ranks, 1 thread each, tok/s",
+        "ratio": "ratio",
     },
     "adapters": {
         "workload": "workload",
