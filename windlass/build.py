@@ -11,7 +11,9 @@ import importlib
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -89,12 +91,13 @@ class Built:
     """A ready engine, its report, and its network, whose weights another engine may share.
 
     Each engine has its own network, kernels, thread pool and adapters: engines may run at the same
-    time in different threads.
+    time in different threads. `close` ends the other ranks, which otherwise live as long as the engine.
     """
 
     engine: Engine
     report: EngineReport
     weights: Loaded
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -134,7 +137,10 @@ def import_torch() -> None:
     collecting = gc.isenabled()
     gc.disable()  # the import makes hundreds of thousands of permanent objects
     try:
-        importlib.import_module(_TORCH_SIDE)
+        # In a thread: torch keeps a frame of its import, and with it the frames of all callers, such
+        # as that of LLM.__init__, whose engine would never be freed.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(importlib.import_module, _TORCH_SIDE).result()
         gc.freeze()
     finally:
         if collecting:
@@ -197,7 +203,20 @@ def _build_engine(
         rank.made.runner.lead(followers)
         if rank.adapters is not None:
             rank.adapters.store.announce = followers.tell
-        return _finish(rank, source, log, requested_spec, followers)
+        built = _finish(rank, source, log, requested_spec, followers)
+        return replace(built, close=_closing(ranks))
+
+
+def _closing(ranks: Ranks) -> Callable[[], None]:
+    """Ends the ranks; does not keep them, since they also end with the engine."""
+    found = weakref.ref(ranks)
+
+    def close() -> None:
+        ranks = found()
+        if ranks is not None:
+            ranks.close()
+
+    return close
 
 
 @contextmanager

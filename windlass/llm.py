@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,8 @@ class LLM:
         self.report: EngineReport = built.report
         self.card: ModelCard = card
         self.engine = built.engine
+        # Reference cycles may keep the engine, which the garbage collector does not look at.
+        weakref.finalize(self, built.close)
         self._template: ChatTemplate | None = None
         if card.chat_template is not None:
             self._template = ChatTemplate(card.chat_template, card.special_tokens)

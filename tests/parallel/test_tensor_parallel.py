@@ -64,6 +64,19 @@ def test_greedy_tokens_are_those_of_one_process(folder: Path, size: int) -> None
     assert multiprocessing.active_children() == [], "the ranks end with the engine"
 
 
+def test_backends(folder: Path) -> None:
+    options = {"quantization": "int8", "dtype": "auto"}
+    want = tokens(make(folder, 2, **options))
+    llm = make(folder, 2, distributed_backend="gloo", **options)
+    assert [each.value for each in llm.report.choices if each.what == "collectives"] == ["gloo"]
+    assert tokens(llm) == want
+    with pytest.raises(ConfigError, match="nccl needs GPUs"):
+        make(folder, 2, distributed_backend="nccl")
+    del llm
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
 def test_a_size_that_does_not_divide_names_those_that_work(folder: Path) -> None:
     with pytest.raises(ShardError, match=r"3 shards .*Numbers of shards that work: 1, 2, 4\."):
         make(folder, 3)

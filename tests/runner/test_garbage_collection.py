@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +59,22 @@ def test_a_disabled_garbage_collector_stays_disabled(tmp_path: Path) -> None:
     gc.set_threshold(0)
     engine_of(tmp_path)
     assert gc.get_threshold()[0] == 0
+
+
+_FIRST_ENGINE = """
+import gc, sys, weakref
+from windlass import LLM
+llm = LLM(sys.argv[1], load_format="dummy", device="cpu", num_blocks=8)
+llm.generate([[1, 2, 3]])
+freed = weakref.ref(llm)
+del llm
+sys.exit(freed() is not None)
+"""
+
+
+def test_the_engine_that_imports_torch_is_freed(tmp_path: Path) -> None:
+    """In a process that has not imported torch: its import must not keep the caller's objects."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = [sys.executable, "-c", _FIRST_ENGINE, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -101,6 +101,7 @@ def connect(place: Place) -> Mesh:
 
         return NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
 
+    only_gloo = place.parallel.distributed_backend == "gloo"
     stage, column = divmod(rank, tp)
     sharing = group(f"tp-{stage}", range(stage * tp, (stage + 1) * tp))
     return Mesh(
@@ -108,8 +109,8 @@ def connect(place: Place) -> Mesh:
         pp=group(f"pp-{column}", range(column, size, tp)),
         ep=sharing if place.parallel.enable_expert_parallel else SingleRank(),
         world=group("world", range(size)),
-        connect_gpus=None if place.parallel.distributed_backend == "gloo" else connect_gpus,
-        exchange=place.exchange,
+        connect_gpus=None if only_gloo else connect_gpus,
+        exchange=None if only_gloo else place.exchange,
     )
 
 

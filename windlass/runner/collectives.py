@@ -85,7 +85,8 @@ def choose_collectives(mesh: Mesh, ops: Ops, device: torch.device) -> tuple[Mesh
     if ops.native is None:
         return mesh, [Choice(_WHAT, "gloo", "no operation is native")]
     if mesh.exchange is None:
-        return mesh, [Choice(_WHAT, "gloo", "the ranks are on several machines")]
+        reason = "as set" if mesh.connect_gpus is None else "the ranks are on several machines"
+        return mesh, [Choice(_WHAT, "gloo", reason)]
     group = SharedMemoryGroup(mesh.exchange, mesh.tp, ops.native.pool)
     choice = Choice(_WHAT, "shared memory", f"the {mesh.tp.size} ranks are on one machine")
     ep = group if mesh.ep is mesh.tp else mesh.ep
