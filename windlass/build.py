@@ -21,12 +21,9 @@ from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits, ServeConfig
 from windlass.core.adapters import Adapters
-from windlass.core.blocks import BlockPool
-from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
+from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
-from windlass.core.grammars import Grammars
-from windlass.core.limits import SchedulerLimits
-from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
+from windlass.core.make_scheduler import DraftLimits, make_scheduler
 from windlass.core.scheduler import Scheduler
 from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
@@ -61,7 +58,6 @@ _MEASURED = ("graphs", "activations")
 # Net allocations between two collections. A step with hundreds of rows allocates thousands of
 # objects, and reference counting frees all of them.
 _GC_THRESHOLD = 50_000
-_POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +356,7 @@ def _finish(
             lookahead_after_drafts=rank.speculation.lookahead_after_drafts,
             drop_drafts_below=made.runner.max_mixed_tokens,
         ),
-        adapters=adapters,
+        adapters=None if adapters is None else Adapters(rank.config.lora.max_loras, adapters.store),
         grammars=rank.grammars,
         drafts=drafts,
     )
@@ -596,63 +592,3 @@ def _open_speculation(
     return SpeculationSetup(
         config=config, files=source.files, hparams=source.hparams, loaded=weights
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """The scheduler limits that speculation sets; see `SchedulerLimits`."""
-
-    lookahead: int = 0
-    lookahead_after_drafts: int = 0
-    drop_drafts_below: int = 0
-
-
-def make_scheduler(
-    config: EngineConfig,
-    limits: Limits,
-    capacity: Capacity,
-    max_model_len: int,
-    eos_ids: tuple[int, ...] = (),
-    why_not_batch_invariant: str | None = None,
-    draft_limits: DraftLimits | None = None,
-    adapters: AdapterSetup | None = None,
-    grammars: Grammars | None = None,
-    drafts: DraftPlanner | None = None,
-) -> Scheduler:
-    """Make the scheduler for a config. Needs no model."""
-    settings = config.scheduler
-    draft_limits = draft_limits or DraftLimits()
-    return Scheduler(
-        SchedulerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            layout=capacity.layout,
-            num_blocks=capacity.num_blocks,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            chunked_prefill=settings.enable_chunked_prefill,
-            why_not_batch_invariant=why_not_batch_invariant,
-            lookahead=draft_limits.lookahead,
-            lookahead_after_drafts=draft_limits.lookahead_after_drafts,
-            drop_drafts_below=draft_limits.drop_drafts_below,
-            num_stages=config.parallel.pipeline_parallel_size,
-        ),
-        BlockPool(capacity.num_blocks, config.cache.prefix_caching),
-        eos_ids=eos_ids,
-        policy=_POLICIES[settings.scheduling_policy](),
-        gate=_gate(config),
-        caching=config.cache.prefix_caching,
-        seed=config.model.seed,
-        adapters=Adapters(config.lora.max_loras, adapters.store) if adapters is not None else None,
-        grammars=grammars,
-        drafts=drafts,
-    )
-
-
-def _gate(config: EngineConfig) -> Gate:
-    settings = config.scheduler
-    if settings.batching == "continuous":
-        return Continuous()
-    if settings.batching == "none":
-        return Static(1, 0.0)
-    return Static(settings.max_batch_size, settings.max_wait_ms / 1000)

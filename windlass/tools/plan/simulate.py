@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.build import make_scheduler
 from windlass.config import EngineConfig, Limits
 from windlass.core.card import Capacity
+from windlass.core.make_scheduler import make_scheduler
 from windlass.core.types import RowResult, StepPlan, StepResult
 from windlass.engine import Engine
 from windlass.tools.common.drive import EngineRun, replay
