@@ -48,7 +48,7 @@ class ParallelConfig:
         "How ranks exchange tensors: nccl between GPUs, gloo through host memory, which is slow and also "
         "works for ranks that share a GPU. auto: nccl on GPUs, shared memory on a CPU.",
     )
-    nnodes: int = option(1, "Number of machines that share the model.")
+    nnodes: int = option(1, "Number of machines that share the model; this version supports one.")
     node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")
     master_addr: str = option("127.0.0.1", "Address of the first machine.")
     master_port: int = option(29500, "Port on the first machine where the others connect.")
@@ -81,6 +81,10 @@ class ParallelConfig:
                 "--record-expert-load: the replicas of --data-parallel-size would overwrite each "
                 "other's file. Record the load of one replica."
             )
+        for name in ("node_rank", "master_addr", "master_port"):
+            default = type(self).__dataclass_fields__[name].default
+            if self.nnodes == 1 and getattr(self, name) != default:
+                raise ConfigError(f"--{name.replace('_', '-')} does nothing without --nnodes.")
         if self.nnodes > 1 and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size} runs on one machine, and --nnodes is "
