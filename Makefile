@@ -45,5 +45,6 @@ bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching -
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Install it, or run make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip uninstall -qqy windlass # the distribution's earlier name
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

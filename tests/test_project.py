@@ -37,6 +37,7 @@ ALL_FILES = PACKAGE + sorted((ROOT / "tests").rglob("*.py"))
 # Direct imports that a package may have; indirect imports follow from them.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "child_process": set(),
     "folders": {"errors"},
     "pages": {"errors"},
@@ -130,8 +131,8 @@ def test_imports_follow_the_layers() -> None:
         for other in imports(path):
             if not other.startswith("windlass.") and other != "windlass":
                 continue
-            if other == "windlass":
-                allowed = package_of(own) == "cli"  # for its version
+            if other == "windlass.version":
+                allowed = True
             elif package_of(own) in COMPUTING and package_of(other) == "core":
                 allowed = other in TYPES
             elif package_of(own) in COMPUTING and package_of(other) == "text":
@@ -284,6 +285,16 @@ def test_every_import_is_a_declared_dependency() -> None:
             top = name.split(".")[0]
             if top != "windlass" and top not in sys.stdlib_module_names:
                 assert named_otherwise.get(top, top).lower() in declared, f"{path}: {top}"
+
+
+def test_texts_name_the_distribution_on_the_package_index() -> None:
+    """`windlass` belongs to another project there."""
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    assert name == "windlass-llm"
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *PACKAGE]
+    for path in texts:
+        for found in re.findall(r"pip install ['\"]?(windlass[\w-]*)", path.read_text()):
+            assert found == name, path
 
 
 def test_every_flag_of_serve_is_a_setting() -> None:

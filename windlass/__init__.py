@@ -9,7 +9,7 @@ Public names are imported on first use, so that `import windlass` is fast.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from windlass.version import __version__ as __version__
 
 _HOMES = {
     "LLM": "windlass.llm",

@@ -268,7 +268,7 @@ def test_features_without_transformers_code_are_refused(tmp_path: Path) -> None:
 def test_transformers_must_be_installed(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "seed_oss"}))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'windlass\[transformers\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install 'windlass-llm\[transformers\]'"):
         hparams_of(tmp_path, load_format="dummy", model_impl="transformers")
 
 

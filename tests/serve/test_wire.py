@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 
 from tests.serve.conftest import Server, running
 from tests.serve.fakes import CARD, Bytes
+from windlass.version import __version__
 
 # Byte sequences instead of the counter's letters. One is empty, and two form one character.
 ODD = [b'"', b"\\", b"\n", "é".encode(), b"\x00", "\u2028".encode(), b"", "🎉".encode()[:2]]
@@ -52,7 +52,7 @@ def envelope(body: str, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": head["created"],
         "model": "counter",
-        "system_fingerprint": f"windlass-{importlib.metadata.version('windlass')}",
+        "system_fingerprint": f"windlass-{__version__}",
     }
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from windlass import __version__
 from windlass.cli.balance_experts import balance_experts
 from windlass.cli.bench import app as bench
 from windlass.cli.chat import chat
@@ -33,6 +32,7 @@ from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
 from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
 from windlass.cli.tune import TUNE_OPTIONS, tune
+from windlass.version import __version__
 
 app = typer.Typer(
     name="windlass",

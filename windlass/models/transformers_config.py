@@ -17,7 +17,7 @@ from windlass.models.hparams import HParams, NormHParams
 from windlass.models.rope_config import RopeConfig
 from windlass.models.transformers_model import TransformersModel
 
-_INSTALL = "pip install 'windlass[transformers]'"
+_INSTALL = "pip install 'windlass-llm[transformers]'"
 _FORMATS = ("quantization_config", "compression_config")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OTHER_INPUTS = ("vision", "audio", "image", "video", "speech")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +12,10 @@ from windlass.serve.media import EVENT_STREAM
 from windlass.serve.problems import Problem
 from windlass.serve.protocol import GenerationRequest, StreamOptions
 from windlass.text.completion import Completion, Delta
+from windlass.version import __version__
 
 # Clients that compare outputs of one seed look at it: other versions may compute otherwise.
-FINGERPRINT = f"windlass-{importlib.metadata.version('windlass')}"
+FINGERPRINT = f"windlass-{__version__}"
 _DONE = b"data: [DONE]\n\n"
 _PLACEHOLDER = "\0"
 _PLACEHOLDER_JSON = msgspec.json.encode(_PLACEHOLDER)

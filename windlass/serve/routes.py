@@ -6,7 +6,6 @@ protocol.py validates request bodies, prepare.py builds engine requests and form
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
@@ -30,6 +29,7 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.services import Services
 from windlass.serve.trace_routes import TraceRoutes
+from windlass.version import __version__
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -170,7 +170,7 @@ class Operations:
         return reply({**status, "seconds": round(max(seconds), 4)})
 
     async def version(self) -> Response:
-        return reply({"version": importlib.metadata.version("windlass")})
+        return reply({"version": __version__})
 
     async def metrics(self) -> Response:
         up = [replica.health().ok for replica in self._services.client.replicas]

@@ -20,6 +20,7 @@ from windlass.config import EngineConfig
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
+from windlass.version import __version__
 
 _FORMAT = 3  # version of the file format: files of other versions are not found
 
@@ -89,7 +90,7 @@ def open_measurement_cache(
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
     speculation = {**asdict(config.speculation), "spec_model": proposer}
     key = (
-        *(_FORMAT, _version(), torch.__version__, backend),
+        *(_FORMAT, __version__, torch.__version__, backend),
         *(_processor(device), os.cpu_count(), torch.get_num_threads()),
         *(files.name, str(files.path), stamps, repr(hparams)),
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(speculation)),
@@ -104,12 +105,6 @@ def machine_load() -> int:
     if not hasattr(os, "getloadavg"):
         return 0
     return round(os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("windlass")
 
 
 def _processor(device: torch.device) -> str:

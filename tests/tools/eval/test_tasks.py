@@ -120,4 +120,4 @@ def test_missing_lm_eval_is_reported(evaluate: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, _, errors = evaluate("--tasks", "hellaswag")
     assert code == 2
-    assert "pip install 'windlass[eval]'" in errors
+    assert "pip install 'windlass-llm[eval]'" in errors

@@ -165,7 +165,7 @@ def test_missing_optuna_is_reported(
         return real(name, *args, **more)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    assert "windlass[tune]" in windlass("tune", tiny, *DUMMY, *LOAD, code=2)
+    assert "windlass-llm[tune]" in windlass("tune", tiny, *DUMMY, *LOAD, code=2)
 
 
 def test_settings_become_serve_options() -> None:

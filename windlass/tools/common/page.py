@@ -75,7 +75,7 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise UnsupportedError(
-            "a report needs the package plotly. Install it with: pip install 'windlass[report]'."
+            "a report needs the package plotly. Install it with: pip install 'windlass-llm[report]'."
         ) from error
     text: str = get_plotlyjs()
     return text

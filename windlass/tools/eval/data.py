@@ -130,7 +130,7 @@ def _parquet_rows(path: Path) -> list[str]:
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading Parquet needs pyarrow: pip install 'windlass[eval]'. "
+            f"{path}: reading Parquet needs pyarrow: pip install 'windlass-llm[eval]'. "
             "Or give the text as a .txt or .jsonl file."
         ) from error
     try:

@@ -65,7 +65,7 @@ def _manager(options: TaskOptions) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--tasks needs lm-eval, which cannot be imported ({error}): "
-            "pip install 'windlass[eval]'"
+            "pip install 'windlass-llm[eval]'"
         ) from error
     manager = TaskManager(include_path=str(options.folder) if options.folder else None)
     for name in options.names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from windlass.tools.quantize.partial import PartialCheckpoint
 from windlass.tools.quantize.recipe import CALIBRATED, QuantizeOptions, Recipe, decide
 from windlass.tools.quantize.weights import Float8Weight, IntWeight, QuantisedWeight, TableWeight
 from windlass.tools.resumable import check_output
+from windlass.version import __version__
 
 Log = Callable[[str], None]
 Progress = Callable[[int, int, str], None]  # layers done, all layers, error of the last layer
@@ -181,7 +181,7 @@ def _fingerprint(
         "samples": len(calibration.samples) if calibration else None,
         "sample_tokens": job.samples.sample_tokens if calibration else None,
         "tokens": _digest(calibration.samples) if calibration else None,
-        "windlass": importlib.metadata.version("windlass"),
+        "windlass": __version__,
     }
 
 
@@ -322,7 +322,7 @@ def _report(
         "layers": layers,
         "seconds": round(seconds, 1),
         "versions": {
-            "windlass": importlib.metadata.version("windlass"),
+            "windlass": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

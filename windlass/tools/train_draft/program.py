@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from windlass.tools.train_draft.prompts import PromptGenerator, Prompts, Rendere
 from windlass.tools.train_draft.target import Target, aux_layers
 from windlass.tools.train_draft.token_log import TokenLog
 from windlass.tools.train_draft.training import OnStep, Trainer, TrainingProgress
+from windlass.version import __version__
 
 Log = Callable[[str], None]
 
@@ -300,7 +300,7 @@ def _about(job: TrainJob, model: str, prompts: Prompts | None) -> dict[str, Any]
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
         "device": choose_device(config.model).type,
-        "windlass": _version("windlass"),
+        "windlass": __version__,
     }
 
 
@@ -328,16 +328,8 @@ def _report(
             "curve": progress.curve,
         },
         "versions": {
-            "windlass": _version("windlass"),
+            "windlass": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     }
-
-
-def _version(package: str) -> str:
-    """The version of a package; a checkout that was never installed has none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

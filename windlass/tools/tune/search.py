@@ -19,7 +19,7 @@ def import_optuna() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             "windlass tune searches with optuna, which is not installed: "
-            "pip install 'windlass[tune]'."
+            "pip install 'windlass-llm[tune]'."
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
