@@ -30,7 +30,7 @@ def test_lists_strings_and_none_are_normalised() -> None:
         ("repetition_penalty", 0.0),
         ("n", 0),
         ("n", 1000),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("min_tokens", -1),
         ("logprobs", -2),
         ("seed", 1.5),

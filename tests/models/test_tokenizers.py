@@ -132,7 +132,9 @@ def bpe_metadata(backend: Tokenizer, pre: str | None, **changes) -> dict:
 
 
 def from_gguf(path: Path, metadata: dict):
-    return gguf_tokenizer.load_text(read_header(tiny.write_gguf(path, metadata=metadata)))
+    return gguf_tokenizer.load_text(
+        read_header(tiny.write_gguf(path, metadata=tiny.TOKENIZER | metadata))
+    )
 
 
 def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -532,3 +534,44 @@ def test_max_token_chars_bounds_every_token(default_tokenizer):
         len(default_tokenizer.token_text(token)) for token in range(default_tokenizer.vocab_size)
     ]
     assert default_tokenizer.max_token_chars >= max(lengths)
+
+
+# --- tokens for filling in the middle
+
+
+def fim_gguf(path: Path, **metadata: object):
+    return gguf_tokenizer.load_text(
+        read_header(tiny.write_gguf(path, metadata=tiny.TOKENIZER | metadata))
+    ).fim
+
+
+def test_fim_tokens_of_a_gguf_are_those_of_its_metadata_or_its_vocabulary(tmp_path):
+    assert fim_gguf(tmp_path / "none.gguf") is None
+    ids = {
+        f"tokenizer.ggml.fim_{part}_token_id": i for i, part in enumerate(("pre", "suf", "mid"), 5)
+    }
+    fim = fim_gguf(tmp_path / "ids.gguf", **ids)
+    assert (fim.prefix, fim.suffix, fim.middle, fim.stop) == (5, 6, 7, ())
+    old = {
+        f"tokenizer.ggml.{part}_token_id": i
+        for i, part in enumerate(("prefix", "suffix", "middle"), 8)
+    }
+    fim = fim_gguf(tmp_path / "old.gguf", **old)
+    assert (fim.prefix, fim.suffix, fim.middle) == (8, 9, 10)
+    names = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"]
+    tokens = [*tiny.TOKENIZER["tokenizer.ggml.tokens"][: -len(names)], *names]
+    fim = fim_gguf(tmp_path / "names.gguf", **{"tokenizer.ggml.tokens": tokens})
+    at = len(tokens) - len(names)
+    assert (fim.prefix, fim.middle, fim.suffix, fim.file) == (at, at + 1, at + 2, at + 4)
+    assert fim.stop == (at + 4, at + 3)
+
+
+def test_fim_tokens_of_a_folder_are_those_that_its_config_names(tmp_path):
+    vocab = {"a": 0, "[P]": 1, "[S]": 2, "[M]": 3, "<PRE>": 4, "<SUF>": 5, "<MID>": 6}
+    Tokenizer(models.BPE(vocab, [])).save(str(tmp_path / "tokenizer.json"))
+    fim = tokenizer_files.load_text(tmp_path).fim
+    assert (fim.prefix, fim.suffix, fim.middle) == (4, 5, 6)
+    named = {"prefix_token": "[P]", "suffix_token": {"content": "[S]"}, "middle_token": "[M]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    fim = tokenizer_files.load_text(tmp_path).fim
+    assert (fim.prefix, fim.suffix, fim.middle) == (1, 2, 3)

@@ -129,7 +129,8 @@ BAD_CHATS = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"continue_final_message": True}, "continue_final_message", "assistant"),
-    ({"best_of": 3}, "best_of", "not supported"),
+    ({"n": 3, "best_of": 2}, "best_of", "less than n"),
+    ({"max_tokens": 0}, "max_tokens", ">= 1"),
 ]
 
 BAD_TEXTS = [
@@ -142,9 +143,8 @@ BAD_TEXTS = [
     ({"prompt": [[1, "a"]]}, "prompt", "token ids"),
     ({"prompt": [1, 300]}, "prompt", "300"),
     ({"prompt": [-1]}, "prompt", "-1"),
-    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo", "stream"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "no FIM tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens", ">= 0"),
     ({"prompt": "a", "bad_words": [""]}, "bad_words", "empty"),
     ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
 ]

@@ -45,7 +45,7 @@ def test_only_roles_and_texts_are_written(tmp_path: Path) -> None:
         )
         client.completions.create(model="counter", prompt=[104, 105], max_tokens=1)
         with pytest.raises(BadRequestError):
-            client.completions.create(model="counter", prompt="refused", max_tokens=0)
+            client.completions.create(model="counter", prompt="refused", max_tokens=-1)
     chat = {
         "messages": [
             {"role": "system", "content": "Be brief."},

@@ -10,6 +10,18 @@ from windlass.core.kv_layout import KVLayout
 from windlass.core.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FimTokens:
+    """Special tokens for filling in the middle of a text (FIM)."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repo: int | None = None  # before the name of a repository
+    file: int | None = None  # before the name of a file
+    stop: tuple[int, ...] = ()  # end the middle, beside EOS
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model as the server sees it: name, tokenizer, template; no tensor. Made by models/card.py."""
@@ -22,6 +34,7 @@ class ModelCard:
     chat_template: str | None
     special_tokens: Mapping[str, str]  # "bos_token" -> "<|im_start|>", for templates
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
+    fim: FimTokens | None = None  # None: the model was not trained to fill in the middle
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def _whole(name: str, value: int | None, low: int) -> None:
 class SamplingParams:
     """Usage: `SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["\\n"])`.
 
-    `temperature=0` is greedy. `max_tokens=None`: up to the context length.
+    `temperature=0` is greedy. `max_tokens=None`: up to the context length; 0: only the prompt is computed.
     """
 
     n: int = 1
@@ -76,7 +76,7 @@ class SamplingParams:
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         _whole("top_k", self.top_k, -1)
-        _whole("max_tokens", self.max_tokens, 1)
+        _whole("max_tokens", self.max_tokens, 0)
         _whole("min_tokens", self.min_tokens, 0)
         _whole("seed", self.seed, -(2**63))
         _whole("logprobs", self.logprobs, -1)

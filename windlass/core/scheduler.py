@@ -95,7 +95,8 @@ class Scheduler:
         if not new.prompt:
             raise RequestError("the prompt is empty: it has no tokens.", "prompt")
         self._limits.check(new.sampling)
-        max_tokens = self._limits.fit(len(new.prompt), new.sampling.max_tokens)
+        # With max_tokens=0 the token after the prompt is sampled and dropped.
+        max_tokens = max(1, self._limits.fit(len(new.prompt), new.sampling.max_tokens))
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter) if new.adapter else ""
@@ -430,6 +431,9 @@ class Scheduler:
         """Append sampled tokens up to the first that finishes the request."""
         first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
+        if finish is not None and request.sampling.max_tokens == 0:
+            taken, finish, stop_token = 0, "length", None
+            request.tokens.pop()
         tokens, scores, prompt_scores, timeline = got.tokens, got.logprobs, None, None
         if first or finish is not None or row.num_drafts:
             timeline = request.timeline

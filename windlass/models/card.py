@@ -70,6 +70,7 @@ def _card(
         chat_template=text.chat_template if text else None,
         special_tokens=text.special_tokens if text else {},
         default_sampling=_sampling(generation, config),
+        fim=text.fim if text else None,
     )
 
 

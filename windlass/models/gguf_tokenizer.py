@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models import spm
+from windlass.models.fim import FIM_PARTS, fim_tokens
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.pre_tokenizers import PreTokenizer, pre_tokenizer
 from windlass.models.tokenizer import TextSide, framed
@@ -51,7 +52,14 @@ def load_text(header: GGUFHeader) -> TextSide:
         special_tokens={f"{name}_token": text for name, (text, _) in named.items()},
         eos_ids=_eos_ids(metadata, template or ""),
         chat_template=template,
+        fim=fim_tokens(backend, {part: _fim_id(metadata, part) for part in FIM_PARTS}),
     )
+
+
+def _fim_id(metadata: _Metadata, part: str) -> int | None:
+    """The id of a FIM token under its current name, or under that of older files."""
+    found = metadata.token_id(f"fim_{part[:3]}_token_id")
+    return metadata.token_id(f"{part}_token_id") if found is None else found
 
 
 def chat_template(header: GGUFHeader) -> str | None:

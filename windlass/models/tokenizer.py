@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from windlass.core.card import FimTokens
+
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 _LONG_TEXT = 2_000  # characters from which one text is encoded without the GIL
 _LONG_IDS = 2_000  # tokens from which they are decoded without the GIL
@@ -29,6 +31,7 @@ class TextSide:
     special_tokens: dict[str, str]  # "eos_token" -> "</s>"
     eos_ids: tuple[int, ...]
     chat_template: str | None
+    fim: FimTokens | None = None
 
 
 class HFTokenizer:

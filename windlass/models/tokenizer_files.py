@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models import spm
+from windlass.models.fim import FIM_PARTS, fim_tokens
 from windlass.models.json_file import read_json_if_there
 from windlass.models.tokenizer import TextSide, framed
 
@@ -42,7 +43,16 @@ def load_text(path: Path) -> TextSide:
         special_tokens=special,
         eos_ids=() if eos is None else (eos,),
         chat_template=chat_template(folder),
+        fim=fim_tokens(
+            backend,
+            {part: _token_id(backend, settings.get(f"{part}_token")) for part in FIM_PARTS},
+        ),
     )
+
+
+def _token_id(backend: Backend, token: Any) -> int | None:
+    text = _content(token)
+    return None if text is None else backend.token_to_id(text)
 
 
 def _file(path: Path) -> Path:

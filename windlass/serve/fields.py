@@ -53,7 +53,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),

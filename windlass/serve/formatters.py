@@ -217,7 +217,7 @@ class CompletionFormatter:
         return choice
 
     def _prompt_text(self, completion: Completion) -> str:
-        prompt = self._prepared.prompts[completion.index // self._prepared.sampling.n]
+        prompt = self._prepared.prompts[completion.index // self._prepared.num_choices]
         assert prompt.text is not None, "prepare.py decodes prompts for echo"
         return prompt.text
 

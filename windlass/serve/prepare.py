@@ -69,12 +69,13 @@ _SAMPLING_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The engine requests of one HTTP request. Choice i belongs to prompt i // n."""
+    """The engine requests of one HTTP request. Request i belongs to prompt i // sampling.n."""
 
     response_id: str
     prompts: list[EncodedPrompt]  # `text` is set where the client sent text or asks for an echo
     sampling: SamplingParams
     requests: tuple[NewRequest, ...]
+    num_choices: int = 1  # per prompt; the best of `sampling.n` completions
     parsing: ParsingOptions = field(default_factory=ParsingOptions)
 
     @property
@@ -167,13 +168,18 @@ class Preparer:
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        prompts = _as_prompts(body.prompt)
-        encoded = await self._encode_off_loop(
-            sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
-            self._builder(report).encode_prompts,
-            prompts,
-            body.add_special_tokens is not False,
-        )
+        prompts, builder, infill = _as_prompts(body.prompt), self._builder(report), body.infill
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        add_special = body.add_special_tokens is not False
+        if infill is None:
+            encoded = await self._encode_off_loop(
+                num_chars, builder.encode_prompts, prompts, add_special
+            )
+        else:
+            num_chars += infill.num_chars
+            encoded = await self._encode_off_loop(
+                num_chars, builder.encode_infill, prompts, infill, add_special
+            )
         return await self._off_loop(body, self._completion, body, encoded, report)
 
     def _completion(
@@ -182,6 +188,9 @@ class Preparer:
         sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
+        if body.infill is not None and self._card.fim is not None:
+            stops = (*sampling.stop_token_ids, *self._card.fim.stop)
+            sampling = replace(sampling, stop_token_ids=stops)
         prepared = self._prepared("cmpl", body, prompts, sampling, report)
         if body.echo:
             self._decode_prompts(prepared, always=body.truncate_prompt_tokens is not None)
@@ -255,6 +264,9 @@ class Preparer:
             name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None
         }
         fields["logprobs"] = body.num_logprobs
+        if body.is_best_of:
+            # The log probabilities of the tokens decide which completions are best.
+            fields |= {"n": body.best_of, "logprobs": body.num_logprobs or 0}
         fields["structured_outputs"] = structured_of(body)
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
@@ -300,7 +312,11 @@ class Preparer:
         _check_total_logprobs(sum(num_prompts), num_outputs, sampling, report)
         requests = builder.requests(engine_id, fitted, sampling, options)
         return Prepared(
-            response_id=response_id, prompts=fitted, sampling=sampling, requests=tuple(requests)
+            response_id=response_id,
+            prompts=fitted,
+            sampling=sampling,
+            requests=tuple(requests),
+            num_choices=body.n or 1,
         )
 
 

@@ -28,6 +28,7 @@ from windlass.serve.abbreviate import abbreviate
 from windlass.serve.fields import check_extra, unknown_field, validation_error
 from windlass.serve.json_body import decode, decode_object
 from windlass.serve.tools import Tool, ToolUse, check_calls, tool_use
+from windlass.text.request_builder import Infill
 
 _MAX_TOKEN_ID = 2**32 - 1
 
@@ -277,7 +278,7 @@ class GenerationRequest(Body):
     skip_special_tokens: bool | None = None
     prompt_logprobs: INT64 | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    best_of: INT64 | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -310,12 +311,24 @@ class GenerationRequest(Body):
 
     @property
     def num_completions(self) -> int:
-        return self.num_prompts * (self.n or 1)
+        return self.num_prompts * (self.best_of or self.n or 1)
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether more completions are generated than returned."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
 
     def model_post_init(self, _context: Any) -> None:
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.best_of is not None and self.best_of < (self.n or 1):
             raise RequestError(
-                f"best_of ({self.best_of}) other than n ({self.n or 1}) is not supported.",
+                f"best_of ({self.best_of}) is less than n ({self.n or 1}): best_of completions are "
+                "generated, and the best n are returned.",
+                "best_of",
+            )
+        if self.is_best_of and self.stream:
+            raise RequestError(
+                f"best_of ({self.best_of}) larger than n ({self.n or 1}) is not available with "
+                "stream: true: the best completions are known at the end.",
                 "best_of",
             )
         if self.stream and self.prompt_logprobs is not None:
@@ -338,6 +351,9 @@ class ChatRequest(GenerationRequest, ConversationRequest):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise RequestError(f"{name} must be a whole number >= 1, got 0.", name)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
@@ -355,6 +371,12 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, AfterValidator(_check_prompt)]
     logprobs: INT64 | None = None
     echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def infill(self) -> Infill | None:
+        """The text around the completion; None: the prompt is continued."""
+        return Infill(suffix=self.suffix) if self.suffix else None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -370,8 +392,9 @@ class CompletionRequest(GenerationRequest):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.stream and self.echo and self.logprobs is not None:
-            raise RequestError("echo with logprobs is not available with stream: true.", "echo")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, name):
+                raise RequestError(f"{name} cannot be combined with suffix. Leave it out.", name)
 
 
 class TokenizeRequest(Body):

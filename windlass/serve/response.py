@@ -222,7 +222,23 @@ class CompletionResponse:
 
     def _encode_whole(self, whole: dict[int, Delta], cost: Cost | None) -> bytes:
         numbers = usage(self._prepared, self._served, cost)
-        return msgspec.json.encode(self._format.whole(whole, self._completions, numbers))
+        completions = self._completions
+        if self._prepared.num_choices < self._prepared.sampling.n:
+            whole, completions = self._choose_best(whole)
+        return msgspec.json.encode(self._format.whole(whole, completions, numbers))
+
+    def _choose_best(self, whole: dict[int, Delta]) -> tuple[dict[int, Delta], list[Completion]]:
+        """Keep the completions of each prompt with the highest log probability per token."""
+        n = self._prepared.sampling.n
+        deltas: dict[int, Delta] = {}
+        completions: list[Completion] = []
+        for start in range(0, len(whole), n):
+            ranked = sorted(range(start, start + n), key=lambda i: _mean_logprob(whole[i]))
+            for i in reversed(ranked[-self._prepared.num_choices :]):
+                deltas[len(deltas)] = delta = whole[i]
+                completions.append(self._completions[i])
+                delta.index = completions[-1].index = len(completions) - 1
+        return deltas, completions
 
     # ---- as a stream -------------------------------------------------------------------------
 
@@ -242,7 +258,11 @@ class CompletionResponse:
         delta, num_sent = first, 0
         head = self._format.start(sum(len(prompt.tokens) for prompt in self._prepared.prompts))
         while delta is not None:
-            await send(_body(head + self._events_of(delta)))
+            if delta.first and self._has_long_echo(delta):
+                events = await self._workers.releasing_gil(self._events_of, delta)
+            else:
+                events = self._events_of(delta)
+            await send(_body(head + events))
             head = b""
             num_sent += 1
             if num_sent % _YIELD_EVERY == 0:
@@ -251,6 +271,10 @@ class CompletionResponse:
         numbers = usage(self._prepared, self._served, await self._cost())
         await self._record()  # before the end: a client may disconnect right after it
         await send(_body(self._format.end(numbers)))
+
+    def _has_long_echo(self, delta: Delta) -> bool:
+        """Whether the first delta carries many log probabilities of the prompt."""
+        return len(self._completions[delta.index].prompt_logprobs) > _MAX_INLINE_LOGPROBS
 
     def _events_of(self, delta: Delta) -> bytes:
         numbers = None
@@ -264,6 +288,11 @@ class CompletionResponse:
 
     def error_event(self, error: EngineError) -> bytes:
         return self._format.error(problem_of(error))
+
+
+def _mean_logprob(delta: Delta) -> float:
+    scores = [each.logprob for each in delta.logprobs]
+    return sum(scores) / len(scores) if scores else 0.0
 
 
 def _body(event: bytes, more: bool = True) -> dict[str, Any]:

@@ -31,6 +31,20 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Infill:
+    """The text around a completion whose prompt is the text before it."""
+
+    suffix: str
+    files: Sequence[tuple[str, str]] = ()  # names and texts of other files
+    start: str = ""  # the start of the completion
+
+    @property
+    def num_chars(self) -> int:
+        texts = [text for pair in self.files for text in pair]
+        return sum(map(len, (self.suffix, self.start, *texts)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Options of a request beside its sampling params."""
 
@@ -72,6 +86,44 @@ class RequestBuilder:
             else EncodedPrompt(list(prompt))
             for prompt in prompts
         ]
+
+    def encode_infill(
+        self, prompts: Sequence[Prompt], infill: Infill, add_special: bool = True
+    ) -> list[EncodedPrompt]:
+        """Encode prompts as texts with a gap, with the model's FIM tokens: prefix, suffix, middle."""
+        fim = self._card.fim
+        if fim is None:
+            raise RequestError(
+                f"suffix needs a model that was trained to fill in the middle; the tokenizer of "
+                f"{self._card.name!r} has no FIM tokens. Leave it out.",
+                "suffix",
+            )
+        around: list[int | str] = []
+        if infill.files and fim.repo is not None:
+            around += [fim.repo, "myproject\n"]
+        for name, text in infill.files:
+            start = ["\n\n--- snippet ---\n\n"] if fim.file is None else [fim.file, f"{name}\n"]
+            around += [*start, text]
+        if infill.files and fim.file is not None:
+            around += [fim.file, "filename\n"]
+        before = self._encode_start() if add_special else []
+        before += self._encode_parts(around)
+        after = self._encode_parts([fim.suffix, infill.suffix, fim.middle, infill.start])
+        return [
+            EncodedPrompt([*before, fim.prefix, *prompt.tokens, *after], prompt.text)
+            for prompt in self.encode_prompts(prompts, add_special=False)
+        ]
+
+    def _encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """Encode the texts among `parts`, and keep the token ids."""
+        encoded = iter(self.encode([part for part in parts if isinstance(part, str)], False))
+        ids = [next(encoded) if isinstance(part, str) else [part] for part in parts]
+        return [token for part in ids for token in part]
+
+    def _encode_start(self) -> list[int]:
+        """The tokens that every text begins with: BOS or none."""
+        with_special = self._tokenizer.encode("a")
+        return with_special[: with_special.index(self._tokenizer.encode("a", False)[0])]
 
     def encode_rendered(self, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
         """Encode rendered chat templates. Templates write BOS themselves; it is never doubled."""
