@@ -32,6 +32,7 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 PromptRounding = Literal["coarse", "fine"]
 Batching = Literal["continuous", "static", "none"]
 PolicyName = Literal["fcfs", "priority"]
+SchemaStrictness = Literal["strict", "relaxed"]
 ProfileName = Literal["chat", "batch", "hybrid"]
 
 AUTO = -1  # for integers: the engine chooses the value and reports the reason
@@ -209,6 +210,11 @@ class GrammarConfig:
         0.1,
         "Maximum CPU seconds of a request's grammar at one token, plus a tenth of this per token; "
         "beyond that the request ends with an error.",
+    )
+    schema_strictness: SchemaStrictness = option(
+        "relaxed",
+        "Keywords of a JSON schema that no grammar enforces (uniqueItems, not, contains, if): relaxed "
+        "ignores them and names them in a response header and the log; strict: the request gets 400.",
     )
 
     def __post_init__(self) -> None:

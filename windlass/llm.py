@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ from windlass.lora_config import check_adapter_name
 from windlass.outputs import RequestGroup, RequestOutput
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.completion import Delta
+from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.request_builder import Prompt, RequestBuilder, RequestOptions
 
 Messages = Sequence[Mapping[str, Any]]
 
+_log = logging.getLogger("windlass")
 _LOADING_S = 0.001  # pause between looks at an adapter that is being loaded
 
 
@@ -270,6 +273,8 @@ class _GroupBuilder:
         encoded = builder.encode_prompts(prompts)
         for prompt, given, adapter in zip(encoded, sampling, adapters, strict=True):
             params = builder.resolve(builder.sampling({}) if given is None else given)
+            for keyword in unsupported_keywords(params.structured_outputs):
+                _log.warning("the JSON schema has %s, which is not enforced", keyword)
             fitted = builder.fit(prompt, params)
             options = RequestOptions(adapter=adapter)
             requests = builder.requests(str(next(self._ids)), [fitted], params, options)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from windlass.config import GrammarConfig
+from windlass.config import GrammarConfig, SchemaStrictness
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, EngineReport, MemoryPart, MemoryReport, ModelCard
 from windlass.core.kv_layout import KVLayout
@@ -161,6 +161,7 @@ class Options:
     step_s: float = 0.0
     sleep_file: str | None = None  # None: the engine cannot release memory
     grammar_compile_timeout: float = 1.0
+    schema_strictness: SchemaStrictness = "relaxed"
 
 
 def build_engine(options: Options) -> tuple[Engine, EngineReport]:
@@ -173,7 +174,10 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
         num_blocks=options.num_blocks,
     )
     # Grammars are compiled, but the runner ignores them.
-    grammar = GrammarConfig(grammar_compile_timeout=options.grammar_compile_timeout)
+    grammar = GrammarConfig(
+        grammar_compile_timeout=options.grammar_compile_timeout,
+        schema_strictness=options.schema_strictness,
+    )
     grammars = GrammarCompiler(GrammarBackend(Bytes, VOCAB, grammar), grammar)
     pool = BlockPool(options.num_blocks)
     scheduler = Scheduler(limits, pool, eos_ids=(EOS,), grammars=grammars)

@@ -80,3 +80,30 @@ def test_streams_continue_while_a_grammar_compiles() -> None:
             explanation = server.http.get("/v1/requests/chatcmpl-endless/explain").json()
             assert "grammar" in explanation["completions"][0]["queue"]["blocked_by"]
         assert waiting.result().status_code == 503
+
+
+SET = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_keywords_that_are_not_enforced_are_named(server: Server, stream: bool, caplog) -> None:
+    response = server.chat(guided_json=SET, stream=stream, max_tokens=2)
+    assert response.status_code == 200
+    named = "uniqueItems at #/properties/tags"
+    assert response.headers["X-Windlass-Schema-Relaxed"] == named
+    assert named in caplog.text
+    assert "X-Windlass-Schema-Relaxed" not in server.chat(guided_json=True, max_tokens=2).headers
+
+
+def test_such_a_header_is_short_and_ascii(server: Server) -> None:
+    items = {f"é\n{i}": {"not": {}} for i in range(200)}
+    response = server.chat(guided_json={"type": "object", "properties": items}, max_tokens=2)
+    header = response.headers["X-Windlass-Schema-Relaxed"]
+    assert header.startswith(r"not at #/properties/\u00e9\u000a0, ")
+
+
+def test_a_strict_server_refuses_them() -> None:
+    with running(counting(Options(schema_strictness="strict"))) as server:
+        error = error_of(server.chat(guided_json=SET), 400)
+        assert "uniqueItems at #/properties/tags" in error["message"]
+        assert error["param"] == "guided_json"

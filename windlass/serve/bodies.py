@@ -25,6 +25,7 @@ _log = logging.getLogger("windlass.serve")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MAX_HEADER_CHARS = 1_000
 _MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 
 
@@ -53,6 +54,20 @@ def unknown_fields_header(request: Request) -> dict[str, str]:
     """A header with the names of the unknown fields of a request, if there were any."""
     names = getattr(request.state, "unknown_fields", None)
     return {"X-Windlass-Unknown-Fields": ", ".join(names)} if names else {}
+
+
+def relaxed_header(request: Request, keywords: Sequence[str]) -> dict[str, str]:
+    """A header with the keywords of a JSON schema that are not enforced, if there are any."""
+    if not keywords:
+        return {}
+    named = _printable(", ".join(keywords)[:_MAX_HEADER_CHARS])
+    _log.warning("%s: keywords of the schema that are not enforced: %s", request.url.path, named)
+    return {"X-Windlass-Schema-Relaxed": named}
+
+
+def _printable(text: str) -> str:
+    """Text with escapes for all that a header cannot have."""
+    return "".join(char if " " <= char <= "~" else f"\\u{ord(char):04x}" for char in text)
 
 
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from windlass.errors import EngineError, RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
-from windlass.serve.bodies import read_as, reply, unknown_fields_header
+from windlass.serve.bodies import read_as, relaxed_header, reply, unknown_fields_header
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import cache_salt_of, key_name
@@ -172,6 +172,7 @@ class Generation:
                 body = body.model_copy(update={"cache_salt": salt})
             prepared = await self._prepare(body)
             headers = self._headers(request, prepared) | unknown_fields_header(request)
+            headers |= relaxed_header(request, prepared.relaxed)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.costs is None:

@@ -31,6 +31,7 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
+from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.parsing.parser import ParsingOptions
 from windlass.text.parsing.registry import DIALECTS, OutputFormat
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
@@ -77,6 +78,7 @@ class Prepared:
     requests: tuple[NewRequest, ...]
     num_choices: int = 1  # per prompt; the best of `sampling.n` completions
     parsing: ParsingOptions = field(default_factory=ParsingOptions)
+    relaxed: tuple[str, ...] = ()  # keywords of its JSON schema that are not enforced
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -317,6 +319,7 @@ class Preparer:
             sampling=sampling,
             requests=tuple(requests),
             num_choices=body.n or 1,
+            relaxed=unsupported_keywords(sampling.structured_outputs),
         )
 
 

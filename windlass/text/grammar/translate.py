@@ -6,28 +6,31 @@ Runs in the sandbox, because a client's input can make the translation slow or i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
+from windlass.config import SchemaStrictness
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
+from windlass.text.grammar.schema import adapt, ascii_digits
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 # Between JSON tokens. Without a bound, small models may write whitespace for ever.
 _WHITESPACE = r"[ \t\n\r]{0,20}"
-_VALUES = ("const", "default", "enum", "examples")  # keywords with values instead of schemas
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def to_llguidance(structured: StructuredOutputs) -> str:
+def to_llguidance(structured: StructuredOutputs, strictness: SchemaStrictness = "relaxed") -> str:
     """Return the grammar's text. Raises RequestError when there is no translation."""
     from llguidance import LLMatcher
 
     try:
         if structured.json is not None or structured.json_object:
-            schema = _ANY_OBJECT if structured.json_object else _with_ascii_digits(structured.text)
-            return LLMatcher.grammar_from_json_schema(
-                schema, defaults={"whitespace_pattern": _WHITESPACE}
-            )
+            schema = _ANY_OBJECT
+            if structured.json is not None:
+                schema = _enforceable(structured.text, strictness)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_json_options(strictness))
         if structured.regex is not None:
             return LLMatcher.grammar_from_regex(ascii_digits(structured.regex))
         if structured.choice is not None:
@@ -45,39 +48,20 @@ def to_llguidance(structured: StructuredOutputs) -> str:
         raise RequestError(reason, structured.source) from error
 
 
-def ascii_digits(regex: str) -> str:
-    r"""Replace \d by 0-9, its usual meaning; in llguidance it matches the digits of all scripts."""
-    out, at, in_class = [], 0, False
-    while at < len(regex):
-        size = 2 if regex[at] == "\\" else 1
-        piece = regex[at : at + size]
-        if piece == r"\d":
-            piece = "0-9" if in_class else "[0-9]"
-        elif piece in "[]":
-            in_class = piece == "["
-        out.append(piece)
-        at += size
-    return "".join(out)
+def _json_options(strictness: SchemaStrictness) -> JsonCompileOptions:
+    return {"whitespace_pattern": _WHITESPACE, "coerce_one_of": strictness == "relaxed"}
 
 
-def _with_ascii_digits(text: str) -> str:
-    schema = json.loads(text)
-    return json.dumps({} if schema is True else _convert_patterns(schema))
-
-
-def _convert_patterns(schema: Any) -> Any:
-    """Convert the patterns of a schema. Constants, defaults and examples stay unchanged."""
-    if isinstance(schema, list):
-        return [_convert_patterns(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    out = {}
-    for name, value in schema.items():
-        if name == "pattern" and isinstance(value, str):
-            out[name] = ascii_digits(value)
-        else:
-            out[name] = value if name in _VALUES else _convert_patterns(value)
-    return out
+def _enforceable(schema: str, strictness: SchemaStrictness) -> str:
+    """A schema as llguidance compiles it. Raises when `strictness` does not let keywords be dropped."""
+    parsed = json.loads(schema)
+    adapted = adapt({} if parsed is True else parsed)
+    if adapted.unsupported and strictness == "strict":
+        raise ValueError(
+            f"the JSON schema has {', '.join(adapted.unsupported)}, which no grammar enforces. Leave "
+            "it out, or start with --schema-strictness relaxed, which ignores it."
+        )
+    return json.dumps(adapted.schema)
 
 
 def _lark(grammar: str) -> str:

@@ -124,7 +124,7 @@ class _Compiler:
         from llguidance import LLMatcher
 
         before = _peak_resident()
-        grammar = to_llguidance(StructuredOutputs(**fields))
+        grammar = to_llguidance(StructuredOutputs(**fields), self._config.schema_strictness)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         _check(matcher)
         self._try_tokens(matcher)

@@ -1,0 +1,215 @@
+"""Adapts JSON schemas to what llguidance compiles.
+
+Some keywords that llguidance lacks are rewritten with others; the rest is dropped and named. Formats that
+are not known are annotations, as the standard has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.structured import StructuredOutputs
+
+Schema = dict[str, Any]
+
+_FORMATS = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "uri",
+        "uuid",
+    }
+)
+# Where schemas are inside of a schema; all other keywords have values.
+_SCHEMAS = ("additionalItems", "additionalProperties", "items")
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+# Keywords that no grammar of llguidance enforces, and those that are part of another.
+_UNSUPPORTED = {
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+    "contains": ("minContains", "maxContains"),
+    "if": ("then", "else"),
+    "not": (),
+    "unevaluatedItems": (),
+    "unevaluatedProperties": (),
+}
+# Have no effect alone.
+_INERT = ("$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains", "then", "else")
+_UUID = re.compile(r"uuid[1-8]")
+_LOOKAROUND = re.compile(r"(?<!\\)\(\?(?:[=!]|<[=!])")
+# Begins the pattern of a decimal number that Pydantic writes: the text has a digit.
+_HAS_DIGIT = "(?!^[-+.]*$)"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedSchema:
+    """A schema that llguidance compiles, and what it does not enforce, e.g. "not at #/properties/a"."""
+
+    schema: Schema
+    unsupported: tuple[str, ...]
+
+
+def adapt(schema: Schema) -> AdaptedSchema:
+    """Adapt a schema. Raises RecursionError when it is nested too deeply."""
+    adapter = _Adapter(schema)
+    return AdaptedSchema(adapter.schema(schema, "#"), tuple(adapter.unsupported))
+
+
+def unsupported_keywords(structured: StructuredOutputs | None) -> tuple[str, ...]:
+    """What a request's JSON schema requires and no grammar enforces."""
+    if structured is None or structured.json is None:
+        return ()
+    try:
+        schema = json.loads(structured.text)
+        return adapt(schema).unsupported if isinstance(schema, dict) else ()
+    except RecursionError:
+        return ()  # the sandbox refuses it
+
+
+class _Adapter:
+    """Walks one schema and collects what cannot be enforced."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self.unsupported: list[str] = []
+
+    def schema(self, given: Any, path: str) -> Any:
+        if not isinstance(given, dict):
+            return given
+        out = dict(given)
+        self._drop(out, path)
+        _rewrite_dependencies(out)
+        self._names(out, path)
+        self._text(out, path)
+        self._num_properties(out, path)
+        for name, value in out.items():
+            at = f"{path}/{_escaped(name)}"
+            if name in _MAPS and isinstance(value, dict):
+                out[name] = {
+                    key: self.schema(each, f"{at}/{_escaped(key)}") for key, each in value.items()
+                }
+            elif name in _LISTS and isinstance(value, list):
+                out[name] = [self.schema(each, f"{at}/{i}") for i, each in enumerate(value)]
+            elif name in _SCHEMAS:
+                out[name] = self.schema(value, at)
+        return out
+
+    def _note(self, keyword: str, path: str) -> None:
+        self.unsupported.append(f"{keyword} at {path}")
+
+    def _drop(self, out: Schema, path: str) -> None:
+        for name, parts in _UNSUPPORTED.items():
+            if name in out:
+                self._note(name, path)
+                for each in (name, *parts):
+                    out.pop(each, None)
+        for name in _INERT:
+            out.pop(name, None)
+        if out.pop("uniqueItems", False):
+            self._note("uniqueItems", path)
+
+    def _names(self, out: Schema, path: str) -> None:
+        """Rewrite propertyNames where the names are listed, or match a pattern."""
+        if "propertyNames" not in out:
+            return
+        names = self._resolved(out.pop("propertyNames"))
+        value = out.get("additionalProperties", True)
+        is_open = "properties" not in out and "patternProperties" not in out
+        match names:
+            case {"enum": [*listed]} if is_open and all(isinstance(name, str) for name in listed):
+                out["properties"] = dict.fromkeys(listed, value)
+                out["additionalProperties"] = False
+            case {"const": str(name)} if is_open:
+                out |= {"properties": {name: value}, "additionalProperties": False}
+            case {"pattern": str(pattern)} if is_open:
+                out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
+            case True | {"type": "string"} if names is True or set(names) <= {"type", "title"}:
+                pass
+            case _:
+                self._note("propertyNames", path)
+
+    def _resolved(self, schema: Any) -> Any:
+        """The schema itself, or what its local reference names."""
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return schema
+        found: Any = self._root
+        for part in reference[2:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+    def _text(self, out: Schema, path: str) -> None:
+        form = out.get("format")
+        if isinstance(form, str) and _UUID.fullmatch(form):
+            out["format"] = "uuid"
+        elif "format" in out and form not in _FORMATS:
+            del out["format"]
+        pattern = out.pop("pattern", None)
+        if isinstance(pattern, str):
+            if _LOOKAROUND.search(pattern):
+                self._note("pattern with look-around", path)
+                pattern = pattern.replace(_HAS_DIGIT, "")
+            if not _LOOKAROUND.search(pattern):
+                out["pattern"] = ascii_digits(pattern)
+        patterns = out.get("patternProperties")
+        if isinstance(patterns, dict):
+            out["patternProperties"] = {ascii_digits(key): each for key, each in patterns.items()}
+
+    def _num_properties(self, out: Schema, path: str) -> None:
+        """Drop counts of properties where some are optional."""
+        properties, required = out.get("properties"), out.get("required")
+        listed = required if isinstance(required, list) else []
+        if isinstance(properties, dict) and not set(properties) <= set(map(str, listed)):
+            for name in ("minProperties", "maxProperties"):
+                if out.pop(name, None) is not None:
+                    self._note(name, path)
+
+
+def _rewrite_dependencies(out: Schema) -> None:
+    """Express dependencies with anyOf: a property is absent, or what depends on it holds."""
+    rules = []
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        for name, need in _items(out, keyword):
+            needed = {"required": need} if isinstance(need, list) else need
+            present = {"allOf": [{"required": [name]}, needed]}
+            rules.append({"anyOf": [{"properties": {name: False}}, present]})
+    if rules:
+        given = out.get("allOf")
+        out["allOf"] = [*(given if isinstance(given, list) else ()), *rules]
+
+
+def _items(out: Schema, name: str) -> list[tuple[str, Any]]:
+    """Remove a keyword that maps names to values."""
+    value = out.pop(name, None)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def ascii_digits(regex: str) -> str:
+    r"""Replace \d by 0-9, its usual meaning; in llguidance it matches the digits of all scripts."""
+    out, at, in_class = [], 0, False
+    while at < len(regex):
+        size = 2 if regex[at] == "\\" else 1
+        piece = regex[at : at + size]
+        if piece == r"\d":
+            piece = "0-9" if in_class else "[0-9]"
+        elif piece in "[]":
+            in_class = piece == "["
+        out.append(piece)
+        at += size
+    return "".join(out)
