@@ -332,6 +332,18 @@ class ServeConfig:
     price_per_hour: float | None = option(
         None, "Cost of this machine in dollars per hour: adds costs to metrics and responses."
     )
+    data_dir: str | None = option(
+        None, "Private folder for /v1/files and /v1/batches; without it, both are refused."
+    )
+    max_file_bytes: int = option(
+        200 * 2**20, "Maximum size of an uploaded file; a larger one gets 413."
+    )
+    max_data_bytes: int = option(
+        16 * 2**30, "Size of --data-dir beyond which uploads are refused with 507."
+    )
+    max_num_batch_reqs: int | None = option(
+        None, "Maximum number of requests of batches at once; default: half of --max-num-seqs."
+    )
     record_traffic: str | None = option(
         None, "Append requests and responses to this JSONL file, as calibration data for quantize."
     )
@@ -349,7 +361,8 @@ class ServeConfig:
             check_key(key, "--api-key")
         for key in self.admin_key:
             check_key(key, "--admin-key")
-        at_least(self, 1, "record_max_bytes")
+        at_least(self, 1, "record_max_bytes", "max_file_bytes", "max_data_bytes")
+        at_least(self, 1, "max_num_batch_reqs")
         if not 0.0 < self.record_share <= 1.0:
             raise ConfigError(
                 f"--record-share must be above 0 and at most 1, got {self.record_share}."

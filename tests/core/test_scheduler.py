@@ -6,9 +6,9 @@ from tests.core.world import EOS, World, limits, next_token, plain_loop, request
 from tests.lora.shelf import FakeShelf
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool, block_hash, root_hash
-from windlass.core.policy import Priority, Static
+from windlass.core.policy import Fcfs, Priority, Static
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest, StepResult
+from windlass.core.types import BATCH_PRIORITY, NewRequest, StepResult
 from windlass.errors import CapacityError, ConfigError, RequestError
 
 
@@ -157,6 +157,19 @@ def test_priority_orders_starts_and_preemptions() -> None:
         order += [row.request_id for row in plan.rows]
         world.commit(plan, world.runner.run(plan))
     assert order == ["soon", "soon", "late", "late"]
+
+
+def test_requests_of_batches_start_after_all_others_under_every_policy() -> None:
+    for policy in (Fcfs(), Priority()):
+        world = World(limits(max_num_seqs=1), options={"policy": policy})
+        for name, priority in (("batch", BATCH_PRIORITY), ("a", 3), ("b", 3)):
+            world.add(request(name, [1], priority=priority, max_tokens=1, ignore_eos=True))
+        order = []
+        while world.scheduler.has_work:
+            plan = world.plan()
+            order += [row.request_id for row in plan.rows]
+            world.commit(plan, world.runner.run(plan))
+        assert order == ["a", "b", "batch"]
 
 
 def test_static_batching_starts_together_and_waits_for_all() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from windlass.core.request import Request
-from windlass.core.types import PROBE_PRIORITY
+from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY
 
 
 class Policy(Protocol):
@@ -16,11 +16,14 @@ class Policy(Protocol):
     def key(self, request: Request) -> tuple[int, ...]: ...
 
 
+_CLASSES = {PROBE_PRIORITY: -1, BATCH_PRIORITY: 1}
+
+
 class Fcfs:
-    """First come, first served, after health probes."""
+    """First come, first served, after health probes and before the requests of batches."""
 
     def key(self, request: Request) -> tuple[int, ...]:
-        return (request.priority != PROBE_PRIORITY, request.arrival)
+        return (_CLASSES.get(request.priority, 0), request.arrival)
 
 
 class Priority:

@@ -25,6 +25,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Runs before all other requests under every policy. Health probes use it; clients cannot send it.
 PROBE_PRIORITY = -(2**31)
+# Runs after all other requests under every policy. Batches use it; clients cannot send it.
+BATCH_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)

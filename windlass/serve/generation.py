@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from windlass.core.types import BATCH_PRIORITY
 from windlass.errors import EngineError, RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.bodies import read_as, relaxed_header, reply, unknown_fields_header
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
-from windlass.serve.keys import cache_salt_of, key_name
+from windlass.serve.keys import BATCH_OWNER, cache_salt_of, key_name
 from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest
 from windlass.serve.ollama_format import OllamaFormat
 from windlass.serve.openai_format import OpenAIFormat
@@ -170,6 +171,8 @@ class Generation:
                 # A key must not learn from timing what another key has sent.
                 salt = cache_salt_of(request, body.cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
+            if BATCH_OWNER in request.scope:
+                body = body.model_copy(update={"priority": BATCH_PRIORITY})
             prepared = await self._prepare(body)
             headers = self._headers(request, prepared) | unknown_fields_header(request)
             headers |= relaxed_header(request, prepared.relaxed)

@@ -7,14 +7,15 @@ same-origin (DNS rebinding). Browsers reveal both in the Origin and Host headers
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.config import ServeConfig
-from windlass.serve.problems import Problem, problem_of_status
+from windlass.serve.problems import ForeignOrigin, Problem, problem_of_status
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
@@ -70,22 +71,27 @@ class HostGuard:
                     "start it with --allowed-hosts NAME.",
                     "foreign_host",
                 )
-        for origin in headers.getlist("origin"):
-            if not self._is_own(origin, hosts):
-                return problem_of_status(
-                    403,
-                    f"pages of {origin!r:.200} may not use this server. To allow them, start it "
-                    "with --allowed-origins ORIGIN.",
-                    "foreign_origin",
-                )
-        return None
-
-    def _is_own(self, origin: str, hosts: list[str]) -> bool:
-        if ANY in self._origins or origin in self._origins:
-            return True
-        scheme, found, authority = origin.lower().partition("://")
-        return bool(found) and scheme in ("http", "https") and [authority] == _lowered(hosts)
+        origin = _foreign_origin(headers, self._origins)
+        return None if origin is None else problem_of_status(403, origin, "foreign_origin")
 
 
-def _lowered(hosts: list[str]) -> list[str]:
-    return [host.lower() for host in hosts]
+def check_origin(request: Request, allowed: Collection[str]) -> None:
+    """Raise ForeignOrigin for a form that a foreign page sends: it needs no CORS preflight."""
+    message = _foreign_origin(request.headers, allowed)
+    if message is not None:
+        raise ForeignOrigin(message)
+
+
+def _foreign_origin(headers: Headers, allowed: Collection[str]) -> str | None:
+    """Why the Origin is refused; None: there is none, or it is the server's own or allowed."""
+    own = [host.lower() for host in headers.getlist("host")]
+    for origin in headers.getlist("origin"):
+        scheme, _, authority = origin.lower().partition("://")
+        if ANY in allowed or origin in allowed:
+            continue
+        if scheme not in ("http", "https") or [authority] != own:
+            return (
+                f"pages of {origin!r:.200} may not use this server. To allow them, start it "
+                "with --allowed-origins ORIGIN."
+            )
+    return None

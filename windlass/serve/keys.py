@@ -25,6 +25,7 @@ _log = logging.getLogger("windlass.serve")
 # Exact paths: every other path needs a key, also one that does not exist.
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
 _KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
+BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the key that made the batch
 _MAX_FILE_BYTES = 64 * 2**10
 
 
@@ -116,13 +117,18 @@ def cache_salt_of(request: Request, client_salt: str | None) -> str:
     It depends on the key, so that a client cannot reach the cached blocks of another key with any
     salt of its own.
     """
-    digest = sha256(_authenticated_key(request)).digest()
+    # A key is not stored with its batches, so their salt depends on its name.
+    owner = request.scope.get(BATCH_OWNER)
+    key = _authenticated_key(request) if owner is None else owner.encode()
+    digest = sha256(key).digest()
     salt = (client_salt or "").encode(errors="surrogatepass")
     return blake2b(salt, key=digest, digest_size=16, person=b"cache salt").hexdigest()
 
 
 def key_name(request: Request) -> str:
     """A public name for the key of an authenticated request; it reveals neither key nor salt."""
+    if BATCH_OWNER in request.scope:
+        return str(request.scope[BATCH_OWNER])
     return blake2b(_authenticated_key(request), digest_size=6, person=b"key name").hexdigest()
 
 

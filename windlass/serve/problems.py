@@ -37,6 +37,14 @@ class ResponseNotFound(RequestError):
     """No response of this id is stored, or another key sent its request."""
 
 
+class ObjectNotFound(RequestError):
+    """No file or batch of this id exists, or another key made it."""
+
+
+class ForeignOrigin(RequestError):
+    """A web page of another origin sent the request."""
+
+
 class BodyTooLarge(RequestError):
     """The request's body is longer than --max-body-bytes."""
 
@@ -59,6 +67,10 @@ class Sleeping(WorkerDied):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class StorageError(EngineError):
+    """A file or batch cannot be read or written: the disk is full, or broken."""
 
 
 class Busy(RequestError):
@@ -112,10 +124,12 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
     (TraceNotFound, 404, "not_found_error", "request_not_found"),
     (ResponseNotFound, 404, "invalid_request_error", "response_not_found"),
+    (ObjectNotFound, 404, "invalid_request_error", "not_found"),
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
     (AdminOnly, 403, "permission_error", "admin_only"),
+    (ForeignOrigin, 403, "permission_error", "foreign_origin"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (RequestBlocked, 422, "invalid_request_error", "request_blocked"),
     (UnsupportedMediaType, 415, "invalid_request_error", "unsupported_media_type"),
@@ -127,6 +141,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (Draining, 503, "service_unavailable_error", "shutting_down"),
     (Sleeping, 503, "service_unavailable_error", "sleeping"),
     (WorkerDied, 503, "service_unavailable_error", "engine_unavailable"),
+    (StorageError, 507, "server_error", "storage_error"),
     (EngineError, 500, "internal_server_error", None),
 )
 

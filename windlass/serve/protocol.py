@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from windlass.core.sampling import MAX_N
-from windlass.core.types import PROBE_PRIORITY
+from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
@@ -282,7 +282,7 @@ class GenerationRequest(Body):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(gt=PROBE_PRIORITY, lt=2**31)] | None = None
+    priority: Annotated[int, Field(gt=PROBE_PRIORITY, lt=BATCH_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
     user: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from windlass.errors import RequestError
 from windlass.serve.admin import Admin
+from windlass.serve.batch.routes import BatchRoutes, FileRoutes
 from windlass.serve.bodies import read_as, reply, reply_off_loop
 from windlass.serve.generation import Generation
 from windlass.serve.health import Health
@@ -221,6 +222,13 @@ def make_router(services: Services) -> APIRouter:
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
     ollama = OllamaRoutes(services)
+    files, batches = FileRoutes(services), BatchRoutes(services)
+    if services.batches is not None:
+        services.batches.endpoints = {
+            "/v1/chat/completions": generation.chat,
+            "/v1/completions": generation.completion,
+            "/v1/responses": generation.response,
+        }
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": generation.chat,
@@ -242,6 +250,9 @@ def make_router(services: Services) -> APIRouter:
         "/reset_prefix_cache": admin.reset_prefix_cache,
         "/v1/load_lora_adapter": changes.load,
         "/v1/unload_lora_adapter": changes.unload,
+        "/v1/files": files.upload,
+        "/v1/batches": batches.create,
+        "/v1/batches/{batch_id}/cancel": batches.cancel,
     }
     gets: dict[str, Endpoint] = {
         "/v1/models": operations.models,
@@ -260,14 +271,18 @@ def make_router(services: Services) -> APIRouter:
         "/is_sleeping": admin.is_sleeping,
         "/cost": trace_routes.cost,
         "/v1/requests/{response_id:path}/explain": trace_routes.explain,
+        "/v1/responses/{response_id}": generation.stored_response,
+        "/v1/files": files.list,
+        "/v1/files/{file_id}": files.retrieve,
+        "/v1/files/{file_id}/content": files.content,
+        "/v1/batches": batches.list,
+        "/v1/batches/{batch_id}": batches.retrieve,
     }
-    stored = "/v1/responses/{response_id}"
-    router.add_api_route(stored, generation.stored_response, response_model=None)
-    router.add_api_route(
-        stored, generation.delete_response, methods=["DELETE"], response_model=None
-    )
-    for path, endpoint in posts.items():
-        router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-    for path, endpoint in gets.items():
-        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    deletes: dict[str, Endpoint] = {
+        "/v1/responses/{response_id}": generation.delete_response,
+        "/v1/files/{file_id}": files.delete,
+    }
+    for methods, endpoints in ((["POST"], posts), (["GET", "HEAD"], gets), (["DELETE"], deletes)):
+        for path, endpoint in endpoints.items():
+            router.add_api_route(path, endpoint, methods=methods, response_model=None)
     return router

@@ -143,13 +143,17 @@ class Server:
         if serving.done():
             await serving  # raises the error that prevented it from listening
         sweeping = asyncio.create_task(self._connections.sweep_forever())
+        batches = asyncio.create_task(self._run_batches())
         choices = [*report.choices, *self._services.choices, self._max_connections]
         report = replace(report, choices=choices)
         on_ready(report, url_of(self._config, self._listener))
-        either: set[asyncio.Task[Any]] = {serving, stopped, failed, sweeping}
+        either: set[asyncio.Task[Any]] = {serving, stopped, failed, sweeping, batches}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if sweeping.done():
             await sweeping  # raises the error that ended it
+        batches.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await batches  # their requests end now, and run again after the next start
         engine_failed = failed.done()
         for task in (stopped, failed):
             task.cancel()
@@ -162,6 +166,12 @@ class Server:
         sweeping.cancel()
         self._connections.abort_all()
         return int(engine_failed)
+
+    async def _run_batches(self) -> None:
+        if self._services.batches is None:
+            await asyncio.Event().wait()
+        else:
+            await self._services.batches.run(self._client.max_num_seqs)
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for running ones, and fail those that do not finish in time."""

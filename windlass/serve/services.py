@@ -12,6 +12,7 @@ from windlass.core.card import Choice, ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import AdmissionControl
+from windlass.serve.batch.service import BatchService, make_batch_service
 from windlass.serve.cost import CostTracker, make_cost_tracker
 from windlass.serve.desk import Desk
 from windlass.serve.handle import EngineHandle
@@ -48,6 +49,7 @@ class Services:
     workers: Workers
     template: TemplateProcess | None = None  # None: the model has no chat template
     costs: CostTracker | None = None  # None: no --price-per-hour
+    batches: BatchService | None = None  # None: no --data-dir
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
     choices: tuple[Choice, ...] = ()  # for the start-up table
@@ -60,6 +62,8 @@ class Services:
             self.template.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.batches is not None:
+            self.batches.close()
 
 
 def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) -> Services:
@@ -88,18 +92,19 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
     if source is not None:
         output_format = choose_format(source, config.tool_call_parser, config.reasoning_parser)
     template = _start_template(source, card, config)
+    preparer = Preparer(
+        card=card,
+        config=config,
+        template=template,
+        workers=workers,
+        output_format=output_format,
+        adapters=lambda: client.adapters.folders.keys(),
+    )
     return Services(
         client=client,
         card=card,
         config=config,
-        preparer=Preparer(
-            card=card,
-            config=config,
-            template=template,
-            workers=workers,
-            output_format=output_format,
-            adapters=lambda: client.adapters.folders.keys(),
-        ),
+        preparer=preparer,
         metrics=metrics,
         admission=admission,
         desk=desk,
@@ -111,6 +116,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         template=template,
         costs=costs,
         recorder=recorder,
+        batches=make_batch_service(config, preparer),
         keys=keys,
         choices=(
             _sampling_choice(card),

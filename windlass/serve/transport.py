@@ -273,9 +273,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self._connections.clock() + timeout_s
         self._connections.mark_idle(self)
 
+    def release_body(self, num_bytes: int) -> None:
+        """Stop counting body bytes that the application has taken and does not keep."""
+        num_bytes = min(num_bytes, self._num_held_bytes)
+        self._connections.hold_body(-num_bytes)
+        self._num_held_bytes -= num_bytes
+
     def _release_body(self) -> None:
-        self._connections.hold_body(-self._num_held_bytes)
-        self._num_held_bytes = 0
+        self.release_body(self._num_held_bytes)
 
     # ---- timeouts ----------------------------------------------------------------------------
 
