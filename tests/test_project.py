@@ -74,6 +74,7 @@ TYPES = {
         "mamba",
         "mla",
         "moe",
+        "pooling",
         "sampling",
         "tokenizer",
         "types",

@@ -290,6 +290,7 @@ def _build_rank(
     from windlass.runner.device import choose_device
     from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.load import load_network
+    from windlass.runner.pooling import load_pooler
 
     files, hparams = source.files, source.hparams
     limits = config.limits(choose_device(config.model).type)
@@ -303,7 +304,10 @@ def _build_rank(
             config, source, weights, rank=0 if mesh is None else mesh.world.rank
         )
     with log.phase("KV cache"):
-        made = make_runner(config, hparams, weights, limits, beside=speculation.token_bytes)
+        pooler = load_pooler(files, config.model, hparams, weights.parts.device)
+        made = make_runner(
+            config, hparams, weights, limits, beside=speculation.token_bytes, pooler=pooler
+        )
     if adapters is not None:
         # Rank 0 plans with adapters that are in its memory; those of other ranks may take longer.
         made.runner.attach_adapters(adapters.bank, adapters.store.wait_for)

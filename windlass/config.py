@@ -29,8 +29,10 @@ ModelImpl = Literal["auto", "windlass", "transformers"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "int8"]
+PoolingType = Literal["last", "mean"]
 PromptRounding = Literal["coarse", "fine"]
 Batching = Literal["continuous", "static", "none"]
+Task = Literal["auto", "generate", "embed", "score"]
 PolicyName = Literal["fcfs", "priority"]
 SchemaStrictness = Literal["strict", "relaxed"]
 ProfileName = Literal["chat", "batch", "hybrid"]
@@ -72,6 +74,16 @@ class ModelConfig:
     max_model_len: int | None = option(
         None,
         "Maximum length of prompt plus output; -1: what the KV cache holds; default: the model's.",
+    )
+    task: Task = option(
+        "auto",
+        "What requests may ask for. auto: text if the model has an LM head, and embeddings or scores; "
+        "generate: text only; embed, score: embeddings or scores only.",
+    )
+    pooling_type: PoolingType | None = option(
+        None,
+        "Hidden states that make an embedding: of the last position, or the mean over all positions; "
+        "default: as the model's files say, else last.",
     )
     seed: int = option(0, "Seed of dummy weights and of requests without a seed.")
     generation_config: Literal["auto", "none"] = option(

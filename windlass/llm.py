@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 import weakref
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +19,26 @@ from typing import Any
 from windlass.build import Built, build_engine, build_replicas, make_client, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
+from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
 from windlass.errors import RequestError
 from windlass.lora.locate import locate
 from windlass.lora_config import check_adapter_name
-from windlass.outputs import RequestGroup, RequestOutput
+from windlass.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestGroup,
+    RequestOutput,
+    RerankResult,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.completion import Delta
 from windlass.text.grammar.schema import unsupported_keywords
-from windlass.text.request_builder import Prompt, RequestBuilder, RequestOptions
+from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
+from windlass.text.scoring import Scoring, as_pairs
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -104,7 +116,100 @@ class LLM:
         conversations: Any = [messages] if single else messages
         return self.generate(self._render(conversations), sampling, progress, adapter)
 
-    def explain(self, result: RequestOutput) -> list[dict[str, Any]]:
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        progress: bool = False,
+        adapter: str = "",
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts (text or token ids) in one batch; results have the prompts' order.
+
+        `dimensions` cuts the vectors of a Matryoshka model. `use_activation` False returns them as they
+        are pooled, not of unit length.
+        """
+        pooling = self.card.pooling
+        pooling.check("embed")
+        encoded = self._requests.builder.encode_prompts(_as_list(prompts))
+        params = pooling.params(dimensions, use_activation)
+        return self._pool(encoded, params, progress=progress, adapter=adapter)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        progress: bool = False,
+        adapter: str = "",
+    ) -> list[ScoringRequestOutput]:
+        """Score one query against each document, or each query against its document."""
+        scoring, pairs = Scoring(self.card), as_pairs(queries, documents)
+        scoring.check()
+        prompts = scoring.prompts(pairs, self._requests.builder)
+        params = self.card.pooling.params()
+        found = self._pool(prompts, params, progress=progress, adapter=adapter)
+        vectors = [array("f", each.outputs.embedding).tobytes() for each in found]
+        scores = scoring.scores(pairs, vectors)
+        return [
+            ScoringRequestOutput(f"score-{i}", ScoringOutput(score))
+            for i, score in enumerate(scores)
+        ]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], top_n: int | None = None, adapter: str = ""
+    ) -> list[RerankResult]:
+        """Sort documents by their score for a query; `top_n`: return only the best."""
+        found = self.score(query, documents, adapter=adapter)
+        ranked = sorted(enumerate(found), key=lambda item: -item[1].outputs.score)
+        return [
+            RerankResult(index, documents[index], each.outputs.score)
+            for index, each in ranked[: top_n or None]
+        ]
+
+    def _pool(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: PoolingParams,
+        *,
+        progress: bool,
+        adapter: str,
+    ) -> list[EmbeddingRequestOutput]:
+        """Step until all vectors are made. On every exit, none of the requests stays in the engine."""
+        fitted = [self._requests.builder.fit_pooled(prompt) for prompt in prompts]
+        requests = self._requests.pooling_requests(fitted, params, RequestOptions(adapter=adapter))
+        texts = {
+            request.request_id: prompt.text
+            for request, prompt in zip(requests, fitted, strict=True)
+        }
+        running = {request.request_id: request for request in requests}
+        results: dict[str, EmbeddingRequestOutput] = {}
+        try:
+            with progress_bar(len(requests), progress) as advance:
+                for request in requests:
+                    self.engine.add(request)
+                while running:
+                    for output in self.engine.step():
+                        if output.pooled is None:
+                            raise output.exception()
+                        name, request = output.request_id, running.pop(output.request_id)
+                        results[name] = EmbeddingRequestOutput(
+                            request_id=name,
+                            prompt=texts[name],
+                            prompt_token_ids=request.prompt,
+                            outputs=EmbeddingOutput(list(array("f", output.pooled))),
+                            num_cached=output.timeline.num_cached if output.timeline else 0,
+                            timeline=output.timeline,
+                        )
+                        advance()
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+        for trace in self.engine.traces():
+            if trace.request_id in results:
+                results[trace.request_id].traces.append(trace)
+        return [results[request.request_id] for request in requests]
+
+    def explain(self, result: RequestOutput | EmbeddingRequestOutput) -> list[dict[str, Any]]:
         """Explain where the time of each completion went, as `windlass explain` does."""
         from windlass.serve.explain import explain_trace, trace_json
 
@@ -280,6 +385,11 @@ class _GroupBuilder:
             requests = builder.requests(str(next(self._ids)), [fitted], params, options)
             groups.append(RequestGroup(prompt.text, requests, self._tokenizer))
         return groups
+
+    def pooling_requests(
+        self, prompts: Sequence[EncodedPrompt], params: PoolingParams, options: RequestOptions
+    ) -> list[NewRequest]:
+        return self.builder.pooling_requests(f"pool-{next(self._ids)}", prompts, params, options)
 
     def group(
         self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = ""

@@ -39,6 +39,50 @@ class RequestOutput:
     cost: float | None = None  # in dollars; None: `LLM` has no price
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The result of `LLM.embed` for one prompt."""
+
+    request_id: str
+    prompt: str | None  # None: the prompt came as token ids
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached: int = 0
+    timeline: Timeline | None = None
+    traces: list[RequestTrace] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The score of one pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The result of `LLM.score` for one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RerankResult:
+    """A document of `LLM.rerank`; results are sorted by their score."""
+
+    index: int  # in the documents as they were given
+    document: str
+    relevance_score: float
+
+
 class RequestGroup:
     """The `n` requests of one prompt, and their completions so far."""
 

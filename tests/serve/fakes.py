@@ -53,6 +53,9 @@ class Bytes:
     def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special) for text in texts]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        return [self.encode(first + second) for first, second in pairs]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if skip_special:
             return bytes(i for i in ids if i < 256).decode(errors="replace")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.core.kv_layout import KVLayout
+from windlass.core.pooling import ModelPooling
 from windlass.core.tokenizer import Tokenizer
 
 
@@ -35,6 +36,7 @@ class ModelCard:
     special_tokens: Mapping[str, str]  # "bos_token" -> "<|im_start|>", for templates
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     fim: FimTokens | None = None  # None: the model was not trained to fill in the middle
+    pooling: ModelPooling = field(default_factory=ModelPooling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,8 @@ class KVAllocator:
 
     def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
         """The position up to which to allocate: draft tokens and lookahead only from spare blocks."""
+        if request.pooling is not None:
+            return end
         spare = 0 if self._limits.layout.has_state else min(len(request.drafts), spare)
         if spare:
             spare += self._limits.lookahead_after_drafts

@@ -58,14 +58,33 @@ class SchedulerLimits:
         share = -(-num_requests // self.num_stages)
         return max(1, min(share, -(-num_idle // max(1, num_idle_stages))))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        in_flight = tokens_in_flight(self.max_num_batched_tokens, self.num_stages)
+        return self.layout.max_tokens(self.num_blocks, in_flight, self.max_model_len)
+
+    def _bound(self) -> tuple[int, str, str]:
+        """The longest request, what bounds it, and advice how to raise it."""
+        longest = self.longest
+        if longest == self.max_model_len:
+            return longest, "the model's context", ""
+        advice = ", or give the cache more memory (--kv-cache-memory-bytes, --memory-share)"
+        return longest, "the whole KV cache", advice
+
+    def fit_pooled(self, num_prompt: int) -> None:
+        """Raise if a prompt to pool, which needs no room for an answer, can never fit."""
+        longest, what, advice = self._bound()
+        if num_prompt > longest:
+            raise CapacityError(
+                f"the input has {num_prompt} tokens, and {what} holds {longest}. Shorten it, send "
+                f"truncate_prompt_tokens: {longest}{advice}.",
+                "input",
+            )
+
     def fit(self, num_prompt: int, max_tokens: int | None) -> int:
         """Maximum number of tokens to generate. Raises if the request can never fit."""
-        in_flight = tokens_in_flight(self.max_num_batched_tokens, self.num_stages)
-        longest = self.layout.max_tokens(self.num_blocks, in_flight, self.max_model_len)
-        what, advice = "the model's context", ""
-        if longest < self.max_model_len:
-            what = "the whole KV cache"
-            advice = ", or give the cache more memory (--kv-cache-memory-bytes, --memory-share)"
+        longest, what, advice = self._bound()
         if num_prompt >= longest:
             raise CapacityError(
                 f"the prompt has {num_prompt} tokens, and {what} holds {longest}, one of which "

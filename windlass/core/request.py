@@ -53,6 +53,7 @@ class Request:
         "num_scored",
         "num_sealed",
         "planned",
+        "pooling",
         "priority",
         "request_id",
         "room",
@@ -83,6 +84,7 @@ class Request:
         self.tokens = list(new.prompt)
         self.num_prompt = len(new.prompt)
         self.sampling: SamplingParams = new.sampling
+        self.pooling = new.pooling
         self.priority = new.priority
         self.arrival = arrival
         self.max_tokens = max_tokens
@@ -131,8 +133,12 @@ class Request:
 
     @property
     def may_read_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt token, so the cache cannot be used."""
-        return self.sampling.prompt_logprobs is None
+        """Whether no hidden state of the prompt is read but the last.
+
+        Prompt logprobs and mean pooling read all of them, so the cache cannot be used.
+        """
+        reads_all = self.pooling is not None and self.pooling.reads_all
+        return self.sampling.prompt_logprobs is None and not reads_all
 
     def hashes(self, count: int, block_size: int) -> list[bytes]:
         """The hashes of the first `count` full blocks."""
@@ -176,6 +182,7 @@ class Request:
             stop_ids=self.stop_ids,
             seed=self.seed,
             grammar=grammar,
+            pooling=self.pooling,
         )
 
     def settle_drafts(self, row: Row, got: RowResult, stats: EngineStats) -> None:

@@ -95,8 +95,12 @@ class Scheduler:
         if not new.prompt:
             raise RequestError("the prompt is empty: it has no tokens.", "prompt")
         self._limits.check(new.sampling)
-        # With max_tokens=0 the token after the prompt is sampled and dropped.
-        max_tokens = max(1, self._limits.fit(len(new.prompt), new.sampling.max_tokens))
+        # With max_tokens=0 the token after the prompt is sampled and dropped, as that of a pooling request.
+        max_tokens = 1
+        if new.pooling is not None:
+            self._limits.fit_pooled(len(new.prompt))
+        else:
+            max_tokens = max(1, self._limits.fit(len(new.prompt), new.sampling.max_tokens))
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter) if new.adapter else ""
@@ -429,6 +433,8 @@ class Scheduler:
 
     def _append(self, request: Request, row: Row, got: RowResult, now: float) -> Output:
         """Append sampled tokens up to the first that finishes the request."""
+        if got.pooled is not None:
+            return self._end_pooled(request, got.pooled, now)
         first = len(request.tokens) == request.num_prompt
         taken, finish, stop_token = request.take(got.tokens)
         if finish is not None and request.sampling.max_tokens == 0:
@@ -449,7 +455,15 @@ class Scheduler:
         if got.prompt_logprobs is not None:
             prompt_scores = request.unreported(row, got.prompt_logprobs)
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
-        return make_tuple(Output, (*values, None, timeline, None))
+        return make_tuple(Output, (*values, None, timeline, None, None))
+
+    def _end_pooled(self, request: Request, pooled: bytes, now: float) -> Output:
+        """Finish a pooling request with its vector."""
+        timeline = request.timeline
+        timeline.first_token = timeline.last_token = now
+        self.accounting.first_token(request)
+        self._finish(request, "stop")
+        return Output(request.request_id, finish="stop", timeline=timeline, pooled=pooled)
 
     def _finish(self, request: Request, reason: FinishReason, now: float | None = None) -> None:
         request.finish = reason

@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
         """Encode each text on its own, in parallel. Releases the GIL for long texts."""
         ...
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Encode two texts as one prompt, with the special tokens that the tokenizer has for pairs."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Releases the GIL for long lists."""
         ...

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Literal, NamedTuple, NewType
 
+from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
 from windlass.errors import EngineError, RequestError
 
@@ -39,6 +40,8 @@ class NewRequest:
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # requests share cached blocks only under the same salt
     adapter: str = ""
+    # If set, the request returns a vector, and the sampled token is not used.
+    pooling: PoolingParams | None = None
 
 
 class SlotInit(NamedTuple):
@@ -52,6 +55,7 @@ class SlotInit(NamedTuple):
     stop_ids: frozenset[int]  # tokens that finish the request, masked before min_tokens
     seed: int  # sampling noise depends on the seed and the position alone
     grammar: str = ""  # the checked grammar of structured outputs, in llguidance's format
+    pooling: PoolingParams | None = None
 
 
 class Row(NamedTuple):
@@ -153,6 +157,7 @@ class RowResult(NamedTuple):
     backlog: int | None = (
         None  # known tokens, without the last, that a draft model has not computed
     )
+    pooled: bytes | None = None  # the vector of a pooling request, as float32
 
 
 class GrammarFailure(NamedTuple):
@@ -207,6 +212,7 @@ class Output(NamedTuple):
     error: str | None = None
     timeline: Timeline | None = None  # on the first and last output, and after a verification
     param: str | None = None  # on errors: the request field that caused it, if any
+    pooled: bytes | None = None  # the vector of a pooling request, as float32
 
     def exception(self) -> EngineError:
         """Return the exception for the error that ended this request."""

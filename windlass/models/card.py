@@ -18,11 +18,17 @@ from windlass.errors import CheckpointError, ConfigError, RequestError
 from windlass.models import default_model, gguf_tokenizer, tokenizer_files
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.dummy import ByteTokenizer, DummyCheckpoint
-from windlass.models.families.registry import family_of, has_family, read_hparams
+from windlass.models.families.registry import (
+    ARCHITECTURES,
+    family_of,
+    has_family,
+    read_hparams,
+)
 from windlass.models.fields import Fields
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import merged, read_json, read_json_if_there
+from windlass.models.pooling_head import causal_config, file_rules, read_pooling
 from windlass.models.source import ModelFiles
 from windlass.models.tensor_rules import mapped
 from windlass.models.tokenizer import HFTokenizer, TextSide
@@ -42,7 +48,17 @@ def read_headers(files: ModelFiles, config: ModelConfig) -> tuple[HParams, Model
     """The hyper-parameters and the model card, with one read of the files."""
     gguf = _gguf(files)
     hparams = _hparams(files, config, gguf)
-    return hparams, _card(files, config, gguf, hparams)
+    card = _card(files, config, gguf, hparams)
+    values = _config_values(files, config, gguf)
+    head, pooling = read_pooling(
+        values,
+        generates=causal_config(values, ARCHITECTURES) is None,
+        folder=files.path if gguf is None else None,
+        hidden_size=hparams.hidden_size,
+        tokenizer=card.tokenizer,
+        config=config,
+    )
+    return replace(hparams, pooling=head), replace(card, pooling=pooling)
 
 
 def load_card(files: ModelFiles, config: ModelConfig) -> ModelCard:
@@ -99,7 +115,8 @@ def open_checkpoint(
     family = family_of(hparams.architecture)
     if gguf is not None:
         return mapped(gguf, family.gguf.rules(hparams))
-    return mapped(SafetensorsCheckpoint(files.weights, files.index), family.rules(hparams))
+    stored = SafetensorsCheckpoint(files.weights, files.index)
+    return mapped(mapped(stored, file_rules(stored.names())), family.rules(hparams))
 
 
 def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
@@ -108,11 +125,19 @@ def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:
 
 def _hparams(files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None) -> HParams:
     source = files.path if gguf else files.path / "config.json"
-    values = gguf.hf_config() if gguf else read_json(source)
-    values = merged(values, config.hf_overrides)
+    values = _config_values(files, config, gguf)
+    values = causal_config(values, ARCHITECTURES) or values
     if _uses_transformers(values, str(source), config, gguf):
         return read_transformers(values, str(source))
     return read_hparams(values, str(source))
+
+
+def _config_values(
+    files: ModelFiles, config: ModelConfig, gguf: GGUFCheckpoint | None
+) -> dict[str, Any]:
+    """The fields of config.json, or of a GGUF file in its form, with --hf-overrides applied."""
+    values = gguf.hf_config() if gguf else read_json(files.path / "config.json")
+    return merged(values, config.hf_overrides)
 
 
 def _uses_transformers(

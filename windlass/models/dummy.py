@@ -102,6 +102,9 @@ class ByteTokenizer:
     def encode_all(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special) for text in texts]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        return [self.encode(first + second) for first, second in pairs]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         kept = [token for token in ids if not (skip_special and token in self._eos_ids)]
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")

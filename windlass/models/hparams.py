@@ -13,6 +13,7 @@ from typing import Any, Literal
 from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.core.moe import ExpertActivation, Routing
+from windlass.models.pooling_head import PoolingHead
 from windlass.models.rope_config import RopeConfig
 from windlass.models.transformers_model import TransformersModel
 
@@ -118,6 +119,7 @@ class HParams:
         default_factory=dict
     )  # the raw quantization_config; quant/ reads it
     source: str = "config.json"  # the file, for error messages
+    pooling: PoolingHead = field(default_factory=PoolingHead)
     transformers: TransformersModel | None = None  # set: transformers' own code computes the layers
 
     @property

@@ -14,6 +14,8 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _REPO = re.compile(rf"({_PART}/{_PART})")
 _REPO_FILE = re.compile(rf"({_PART}/{_PART})[:/]([\w./-]+\.gguf)")
 _METADATA = ["*.json", "tokenizer.model", "*.jinja"]
+# Modules of sentence-transformers behind the network, of models with a modules.json.
+_MODULES = ["[0-9]_*/config.json", "[0-9]_*/model.safetensors"]
 # Some repositories have a second copy of the weights: in folders, or as consolidated files.
 _IGNORED = ["*/*", "consolidated*"]
 
@@ -41,6 +43,8 @@ def fetch(model: HubModel, config: ModelConfig) -> Path:
     """Download a model, or find it in the hub's cache; returns its folder or file."""
     patterns = _METADATA if config.load_format == "dummy" else [*_METADATA, "*.safetensors"]
     path = _download(model, config, patterns)
+    if (path / "modules.json").is_file():
+        _download(model, config, _MODULES, ignored=[])
     if path.is_dir() and not (path / "config.json").is_file():
         raise DownloadError(
             f"hub model {model.repo} has no config.json. If it contains GGUF files, choose one: "
@@ -54,7 +58,9 @@ def fetch_adapter(repo: str, config: ModelConfig) -> Path:
     return _download(HubModel(repo, None), replace(config, revision=None), ["adapter_*"])
 
 
-def _download(model: HubModel, config: ModelConfig, patterns: list[str]) -> Path:
+def _download(
+    model: HubModel, config: ModelConfig, patterns: list[str], ignored: list[str] = _IGNORED
+) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
@@ -70,7 +76,7 @@ def _download(model: HubModel, config: ModelConfig, patterns: list[str]) -> Path
             found = huggingface_hub.snapshot_download(
                 model.repo,
                 allow_patterns=patterns,
-                ignore_patterns=_IGNORED,
+                ignore_patterns=ignored,
                 cache_dir=folder,
                 revision=revision,
                 token=token,

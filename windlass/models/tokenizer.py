@@ -80,6 +80,9 @@ class HFTokenizer:
         found = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
         return [each.ids for each in found]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        return [each.ids for each in self._backend.encode_batch_fast(list(pairs))]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         known = [token for token in ids if 0 <= token < self._vocab_size]
         if len(known) < _LONG_IDS:

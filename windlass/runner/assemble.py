@@ -24,6 +24,7 @@ from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
 from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.pipeline import NoSampling, Pipeline
+from windlass.runner.pooling import Pooler
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
@@ -58,6 +59,7 @@ def make_runner(
     *,
     beside: int = 0,
     one_table: bool = False,
+    pooler: Pooler | None = None,
 ) -> Assembled:
     """Size and allocate the KV cache after the weights are loaded, and build the runner.
 
@@ -78,7 +80,12 @@ def make_runner(
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + table_bytes)
     found.check_tables_fit(limits.max_num_seqs, tables_bytes)
     maker = _Maker(
-        config=config, hparams=hparams, loaded=loaded, limits=limits, kv_format=kv_format
+        config=config,
+        hparams=hparams,
+        loaded=loaded,
+        limits=limits,
+        kv_format=kv_format,
+        pooler=pooler,
     )
     reserved = maker.measure() if parts.device.type == "cuda" else {}
     capacity = found.size_cache(
@@ -145,8 +152,10 @@ class _Maker:
         loaded: Loaded,
         limits: Limits,
         kv_format: found.KVFormat,
+        pooler: Pooler | None = None,
     ) -> None:
         self._config = config
+        self._pooler = pooler or Pooler()
         self._hparams = hparams
         self._loaded = loaded
         self._limits = limits
@@ -190,6 +199,7 @@ class _Maker:
             gemm=self._loaded.gemm,
             workers=parts.workers,
             pipeline=pipeline,
+            pooler=self._pooler,
             coarse_prompts=self._rounds_coarsely(),
         )
         return Runner(runner_parts, self._executors(runner_parts)), cache

@@ -38,6 +38,7 @@ from windlass.runner.executor import (
 )
 from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.pipeline import Pipeline
+from windlass.runner.pooling import Pooler
 from windlass.runner.sampler import score_tokens
 from windlass.runner.sampling import Sampling
 from windlass.runner.slots import SlotTables, to_device
@@ -57,6 +58,7 @@ class RunnerParts:
     gemm: TorchGemm  # of the network; steps switch its batch-invariant mode
     workers: Workers  # of the network's native kernels
     pipeline: Pipeline = field(default_factory=Pipeline)
+    pooler: Pooler = field(default_factory=Pooler)
     coarse_prompts: bool = False  # CPU GEMMs quantise prompt activations coarsely
 
 
@@ -189,8 +191,12 @@ class EagerExecutor(Executor):
                 pipeline.leave(hidden, aux_hidden_states)
                 return PASSED_ON
             samples = self._sample(inputs, batch, hidden)
+            vectors = None
+            if shape.pools:
+                gathered = batch.logits_indices is not None
+                vectors = parts.pooler.start(inputs, hidden, gathered=gathered)
             if drafter is None and not shape.scores_prompts:
-                return SampledStep(inputs, samples)
+                return SampledStep(inputs, samples, vectors)
             results = inputs.spread(samples.wait())
             if shape.scores_prompts:
                 self._score_prompts(inputs, hidden, results)
@@ -199,7 +205,8 @@ class EagerExecutor(Executor):
                     inputs, results, ids, batch, hidden, aux_hidden_states, self._metadata
                 )
                 results = _with_drafts(inputs, results, drafter.draft(found, shape.draft_length))
-        return CompletedStep(inputs.result(results))
+        pooled = None if vectors is None else vectors.wait()
+        return CompletedStep(inputs.result(results, vectors=pooled))
 
     def _forward(self, x: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor]) -> Tensor:
         network = self._parts.network

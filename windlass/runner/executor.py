@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from windlass.core.types import RowResult, StepPlan, StepResult
@@ -49,15 +49,25 @@ class CompletedSamples:
         return self._results
 
 
+class Vectors(Protocol):
+    """The vectors of pooled rows by row, while they arrive."""
+
+    def wait(self) -> Mapping[int, bytes]: ...
+
+
 class SampledStep:
     """A step whose samples are arriving."""
 
-    def __init__(self, inputs: StepInputs, samples: Samples) -> None:
+    def __init__(
+        self, inputs: StepInputs, samples: Samples, vectors: Vectors | None = None
+    ) -> None:
         self._inputs = inputs
         self._samples = samples
+        self._vectors = vectors
 
     def wait(self) -> StepResult:
-        return self._inputs.result(self._samples.wait())
+        vectors = None if self._vectors is None else self._vectors.wait()
+        return self._inputs.result(self._samples.wait(), vectors=vectors)
 
 
 class Executor(ABC):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.core.pooling import PoolingParams
 from windlass.core.types import (
     GrammarFailure,
     Row,
@@ -68,7 +69,8 @@ class StepShape(NamedTuple):
     adapted: bool  # a row uses a LoRA adapter
     batch_invariant: bool  # a row is deterministic
     scores_prompts: bool  # a row returns prompt logprobs
-    needs_all_hidden: bool
+    needs_all_hidden: bool  # also of rows with mean pooling
+    pools: bool  # hidden states of a row become a vector
     special_sampling: bool  # a row has penalties, logprobs, a grammar or token lists
     max_new_blocks: int  # of one row
 
@@ -86,20 +88,31 @@ class SlotFacts:
         self._deterministic: set[SlotId] = set()
         self._scores_prompts: set[SlotId] = set()
         self._special: set[SlotId] = set()
+        self._pooled: set[SlotId] = set()
+        self._pooled_whole: set[SlotId] = set()  # mean pooling
+        self._sets = (
+            self._deterministic,
+            self._scores_prompts,
+            self._special,
+            self._pooled,
+            self._pooled_whole,
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Forget freed slots, then note admitted requests."""
         for slot in plan.freed:
             self._inits.pop(slot, None)
-            for slots in (self._deterministic, self._scores_prompts, self._special):
+            for slots in self._sets:
                 slots.discard(slot)
         for new in plan.admitted:
-            slot, params = new.slot, new.sampling
+            slot, params, pooling = new.slot, new.sampling, new.pooling
             self._inits[slot] = new
             for slots, member in (
                 (self._deterministic, params.deterministic),
                 (self._scores_prompts, params.prompt_logprobs is not None),
                 (self._special, params.changes_logits or params.logprobs is not None),
+                (self._pooled, pooling is not None),
+                (self._pooled_whole, pooling is not None and pooling.reads_all),
             ):
                 (slots.add if member else slots.discard)(slot)
 
@@ -121,10 +134,15 @@ class SlotFacts:
             batch_invariant=_any_of(self._deterministic, slots),
             scores_prompts=_any_of(self._scores_prompts, slots)
             and any(row.start < self.num_prompt(row.slot) for row in self._scoring(rows)),
-            needs_all_hidden=plan.options.needs_all_hidden,
+            needs_all_hidden=plan.options.needs_all_hidden or _any_of(self._pooled_whole, slots),
+            pools=_any_of(self._pooled, slots) and self._pools(rows),
             special_sampling=_any_of(self._special, slots),
             max_new_blocks=max(map(len, map(_BLOCKS, rows))),
         )
+
+    def _pools(self, rows: Sequence[Row]) -> bool:
+        whole = self._pooled_whole
+        return any(row.slot in self._pooled and (row.sample or row.slot in whole) for row in rows)
 
     def _scoring(self, rows: Sequence[Row]) -> Iterator[Row]:
         return (row for row in rows if row.slot in self._scores_prompts)
@@ -133,6 +151,10 @@ class SlotFacts:
         """Number of prompt logprobs per token; None: not requested."""
         init = self._inits.get(slot)
         return None if init is None else init.sampling.prompt_logprobs
+
+    def pooling(self, slot: SlotId) -> PoolingParams | None:
+        init = self._inits.get(slot)
+        return None if init is None else init.pooling
 
     def num_prompt(self, slot: SlotId) -> int:
         init = self._inits.get(slot)
@@ -260,10 +282,18 @@ class StepInputs:
             if not row.sample
         ]
 
-    def result(self, samples: list[RowResult], prelaunched: bool = False) -> StepResult:
-        """The step's result from the results of the rows that sample."""
+    def result(
+        self,
+        samples: list[RowResult],
+        prelaunched: bool = False,
+        vectors: Mapping[int, bytes] | None = None,
+    ) -> StepResult:
+        """The step's result from the results of the rows that sample, and the vectors of rows."""
+        rows = self.spread(samples)
+        for i, vector in (vectors or {}).items():
+            rows[i] = rows[i]._replace(pooled=vector)
         return StepResult(
-            self.spread(samples),
+            rows,
             prelaunched=prelaunched,
             grammar_failures=self.facts.take_failures(),
             executor=self.executor,

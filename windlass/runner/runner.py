@@ -65,7 +65,14 @@ class Runner:
     def storages(self) -> Iterator[Held]:
         """All tensors of the runner and its parts."""
         parts = self._parts
-        shared = (parts.network, parts.cache, parts.slots, parts.sampling, parts.gemm)
+        shared = (
+            parts.network,
+            parts.cache,
+            parts.slots,
+            parts.sampling,
+            parts.gemm,
+            parts.pooler,
+        )
         for part in (*shared, *self._executors, self._bank, self._drafter):
             if part is not None:
                 yield from part.storages()

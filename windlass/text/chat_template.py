@@ -82,7 +82,8 @@ def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _compile(source: str) -> Template:
+def compile_template(source: str) -> Template:
+    """Compile a template in the sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
     )
@@ -126,7 +127,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        self._template = _compile(source)
+        self._template = compile_template(source)
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults or {})
         self._has_developer = "developer" in source

@@ -13,6 +13,7 @@ from typing import Any
 
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.limits import SchedulerLimits
+from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import CapacityError, RequestError
@@ -20,6 +21,9 @@ from windlass.errors import CapacityError, RequestError
 Prompt = str | Sequence[int]  # text, or token ids
 
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
+# A pooling request samples one token beside its vector, in the cheapest way.
+_POOLING_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+_POOLING_ENDPOINTS = "Use /v1/embeddings, /v1/score or /v1/rerank."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,11 @@ class RequestBuilder:
         with_special = self._tokenizer.encode("a")
         return with_special[: with_special.index(self._tokenizer.encode("a", False)[0])]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Encode pairs of texts, each as one prompt."""
+        self._check_chars([text for pair in pairs for text in pair])
+        return self._tokenizer.encode_pairs(pairs)
+
     def encode_rendered(self, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
         """Encode rendered chat templates. Templates write BOS themselves; it is never doubled."""
         bos = self._card.special_tokens.get("bos_token")
@@ -155,6 +164,12 @@ class RequestBuilder:
 
     def resolve(self, sampling: SamplingParams) -> SamplingParams:
         """Check sampling params against the model, and encode bad_words into bad_token_ids."""
+        if not self._card.pooling.generates:
+            raise RequestError(
+                f"the model {self._card.name!r} generates no text here: it has no LM head, or was "
+                f"started with --task embed or score. {_POOLING_ENDPOINTS}",
+                "model",
+            )
         if sampling.structured_outputs is not None and not self._tokenizer.eos_ids:
             raise RequestError(
                 "structured_outputs needs a token that ends an output, and this model has none.",
@@ -228,6 +243,40 @@ class RequestBuilder:
                 adapter=options.adapter,
             )
             for i, (prompt, child) in enumerate(pairs)
+        ]
+
+    def fit_pooled(self, prompt: EncodedPrompt, truncate: int | None = None) -> EncodedPrompt:
+        """Return a prompt to pool that the engine will accept, or raise.
+
+        `truncate` keeps the last tokens: that many, or with -1 as many as fit.
+        """
+        num_kept = self._limits.longest if truncate == -1 else truncate
+        tokens = prompt.tokens if num_kept is None else prompt.tokens[-num_kept:]
+        if not tokens:
+            raise RequestError("the input is empty: it has no tokens.", "input")
+        self._check_ids("input", tokens)
+        self._limits.fit_pooled(len(tokens))
+        return replace(prompt, tokens=tokens)
+
+    def pooling_requests(
+        self,
+        request_id: str,
+        prompts: Sequence[EncodedPrompt],
+        params: PoolingParams,
+        options: RequestOptions,
+    ) -> list[NewRequest]:
+        """Make one request for each prompt, which has passed `fit_pooled`."""
+        return [
+            NewRequest(
+                request_id=f"{request_id}-{i}",
+                prompt=prompt.tokens,
+                sampling=_POOLING_SAMPLING,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                adapter=options.adapter,
+                pooling=params,
+            )
+            for i, prompt in enumerate(prompts)
         ]
 
 

@@ -95,6 +95,8 @@ class DecodeGraphs(Executor):
             return "a row has several new blocks"
         if shape.needs_all_hidden or shape.scores_prompts:
             return "all hidden states are read"
+        if shape.pools:
+            return "hidden states are pooled"
         return None
 
     def launch(self, inputs: StepInputs) -> PendingStep:

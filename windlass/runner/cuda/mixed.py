@@ -239,6 +239,8 @@ class MixedGraphs(Executor):
     def refuses(self, shape: StepShape) -> str | None:
         if shape.needs_all_hidden or shape.scores_prompts:
             return "all hidden states are read"
+        if shape.pools:
+            return "hidden states are pooled"
         if shape.batch_invariant:
             return "a row is deterministic"
         if shape.has_drafts:

@@ -208,6 +208,8 @@ class VerifyGraphs(Executor):
             return "a row uses an adapter"
         if shape.needs_all_hidden or shape.scores_prompts:
             return "all hidden states are read"
+        if shape.pools:
+            return "hidden states are pooled"
         if shape.num_rows > self._sizes[-1]:
             return "more rows than captured"
         width = self._widths.fit(_size_for(shape.num_rows), shape.max_row_tokens)
