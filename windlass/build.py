@@ -530,9 +530,9 @@ def serve(
     if serve_config.lora_root and not config.lora.enable_lora:
         raise ConfigError("--lora-root does nothing without --enable-lora.")
     files = resolve(config.model)  # a download can take minutes; a signal ends it
-    if files.name in config.lora.modules():
+    for name in {files.name, *config.model.served_model_name} & config.lora.modules().keys():
         raise ConfigError(
-            f"--lora-modules names {files.name!r}, which is the name of the base model in the API. "
+            f"--lora-modules names {name!r}, which is a name of the base model in the API. "
             "Choose another name, or rename the base model with --served-model-name."
         )
     client = make_client(config, serve_config.hang_timeout)

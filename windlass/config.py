@@ -46,8 +46,10 @@ class ModelConfig:
     """The model, its source, and its arithmetic."""
 
     model: str = option("default", "Hub id, folder, .gguf file, or 'default'.")
-    served_model_name: str | None = option(
-        None, "Model name in the API; default: the model's own name."
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Model name in the API; repeatable: the first is the one in responses; default: the model's "
+        "own name.",
     )
     tokenizer: str | None = option(
         None, "Folder or tokenizer.json that replaces the model's tokenizer."
@@ -337,6 +339,9 @@ class ServeConfig:
         120.0,
         "Seconds without a heartbeat until the engine process counts as hung; it is killed and "
         "restarted after 1.5 times this. 0: never.",
+    )
+    log_format: Literal["text", "json"] = option(
+        "text", "Format of the log; json: one object per line."
     )
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from windlass.errors import ConfigError
 
@@ -55,8 +55,11 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _checked(section: type, name: str, value: Any) -> Any:
-    """Reject a value that is not among a Literal's strings; convert lists to tuples."""
-    choices = _strings_in(get_type_hints(section)[name])
+    """Reject a value that is not among a Literal's strings; convert lists, or one item, to tuples."""
+    hint = get_type_hints(section)[name]
+    if get_origin(hint) is tuple and isinstance(value, str):
+        return (value,)
+    choices = _strings_in(hint)
     if choices and value is not None and value not in choices:
         raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")
     return tuple(value) if isinstance(value, list) else value

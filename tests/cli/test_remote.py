@@ -54,7 +54,7 @@ def test_memory_of_replicas(windlass: Invoke) -> None:
     ("args", "message", "code"),
     [
         (["--key", "one", "explain", "nothing"], "no request 'nothing' of yours is known", 2),
-        (["explain", "nothing"], "--key or WINDLASS_API_KEY", 2),
+        (["explain", "nothing"], "--api-key or $WINDLASS_API_KEY", 2),
         (["--url", "http://127.0.0.1:1", "memory"], "Is it running?", 1),
         (["--url", "localhost", "memory"], "expected for example http://127.0.0.1:8000", 2),
     ],

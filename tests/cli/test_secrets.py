@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.conftest import Invoke
+from windlass.cli.bench_serve import _headers
 from windlass.cli.command import Options
 from windlass.cli.secrets import hide_arguments, with_environment_keys
 from windlass.errors import ConfigError
@@ -19,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_keys_are_removed_from_the_environment(tmp_path: Path) -> None:
     environment = {"WINDLASS_API_KEY": "one", "WINDLASS_ADMIN_KEY": "boss", "HOME": "/"}
-    given = Options({"api_key": ["two"], "lora_root": [str(tmp_path)]})
-    config = with_environment_keys(given, environment).serve()
+    given = {"api_key": ["two"], "lora_root": [str(tmp_path)]}
+    config = Options(with_environment_keys(given, environment)).serve()
     assert (config.api_key, config.admin_key) == (("two", "one"), ("boss",))
     assert environment == {"HOME": "/"}  # child processes inherit it
     assert with_environment_keys(given, environment) == given
@@ -29,7 +31,7 @@ def test_keys_are_removed_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["WINDLASS_API_KEY", "WINDLASS_ADMIN_KEY"])
 def test_an_empty_variable_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"\${name} is empty"):
-        with_environment_keys(Options({}), {name: ""})
+        with_environment_keys({}, {name: ""})
 
 
 PROGRAM = """
@@ -86,3 +88,30 @@ def test_other_arguments_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_missing_arguments_need_no_hiding() -> None:
     hide_arguments([])
     hide_arguments(["no argument of this process"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "explain id --api-key s3cret --url http://127.0.0.1:9",
+        "memory --key s3cret --url http://127.0.0.1:9",
+        "bench serve --api-key s3cret --port 9 --ready-check-timeout-sec 0.1",
+        "bench serve --header s3cret=1 --port 9 --ready-check-timeout-sec 0.1",
+        "inspect /nowhere --hf-token s3cret",
+    ],
+)
+def test_every_command_hides_its_secrets(
+    line: str, windlass: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["windlass", *line.split()])
+    assert windlass(*line.split()).code in (1, 2)
+    assert "s3cret" not in " ".join(sys.argv)
+    assert sys.argv[1] == line.split()[0]
+
+
+def test_commands_read_the_same_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {"api_key": None, "header": None}
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    assert _headers(given) == {"Authorization": "Bearer theirs"}
+    monkeypatch.setenv("WINDLASS_API_KEY", "ours")
+    assert _headers(given) == {"Authorization": "Bearer ours"}

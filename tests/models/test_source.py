@@ -29,7 +29,7 @@ def test_a_folder_with_one_file(tmp_path):
     files = found(folder)
     assert (files.name, files.kind, files.path) == ("Tiny-1", "folder", folder)
     assert files.weights == (folder / "model.safetensors",)
-    assert found(folder, served_model_name="mine").name == "mine"
+    assert found(folder, served_model_name=("mine",)).name == "mine"
 
 
 def test_a_sharded_folder(tmp_path):

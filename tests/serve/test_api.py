@@ -305,6 +305,24 @@ def test_a_model_whose_name_has_slashes() -> None:
         assert server.http.get("/v1/models/counter").status_code == 404
 
 
+def test_a_model_may_have_several_names() -> None:
+    with running(card=replace(CARD, aliases=("gpt-4o", "b"))) as server:
+        assert [model.id for model in server.openai.models.list().data] == [
+            "counter",
+            "gpt-4o",
+            "b",
+        ]
+        messages = [{"role": "user", "content": "Hi"}]
+        reply = server.openai.chat.completions.create(
+            model="gpt-4o",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=2,
+        )
+        assert reply.model == "counter"
+        tags = server.http.get("/api/tags").json()["models"]
+        assert [item["name"] for item in tags] == ["counter", "gpt-4o", "b"]
+
+
 def test_keys_and_origins() -> None:
     with running(api_key=("one", "two"), allowed_origins=("http://shop.example",)) as server:
         get = server.http.get

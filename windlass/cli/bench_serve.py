@@ -17,6 +17,7 @@ from windlass.cli.command import PanelCommand, reported
 from windlass.cli.flags import option, split_names, switch
 from windlass.cli.options import parse_share
 from windlass.cli.results import check_path
+from windlass.cli.secrets import API_KEY_VARIABLE
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class ServeCommand(PanelCommand):
 
 
 Text = str | None
+_KEY_VARIABLES = (API_KEY_VARIABLE, "OPENAI_API_KEY")
 _SERVER, _LOAD, _ARRIVALS, _RESULTS = "Server", "Load", "Arrivals", "Results"
 
 
@@ -70,7 +72,9 @@ def serve(
     ] = "openai-chat",
     endpoint: Annotated[Text, option("PATH", "Default: the backend's.", panel=_SERVER)] = None,
     model: Annotated[Text, option("NAME", "Default: the server's first.", panel=_SERVER)] = None,
-    api_key: Annotated[Text, option("KEY", "Default: $OPENAI_API_KEY.", panel=_SERVER)] = None,
+    api_key: Annotated[
+        Text, option("KEY", "Default: $WINDLASS_API_KEY, or $OPENAI_API_KEY.", panel=_SERVER)
+    ] = None,
     header: Annotated[
         list[str] | None,
         option("NAME=VALUE", "Additional HTTP header; may be repeated.", panel=_SERVER),
@@ -310,7 +314,8 @@ def _config(given: dict[str, Any]) -> ServeBenchConfig:
 
 def _headers(given: dict[str, Any]) -> dict[str, str]:
     headers = {}
-    key = given["api_key"] or os.environ.get("OPENAI_API_KEY")
+    keys = (given["api_key"], *(os.environ.get(name) for name in _KEY_VARIABLES))
+    key = next(filter(None, keys), None)
     if key:
         headers["Authorization"] = f"Bearer {key}"
     for item in given["header"] or []:

@@ -16,6 +16,8 @@ import typer
 from typer.core import TyperCommand
 
 from windlass.cli.config_file import read_config
+from windlass.cli.flags import log
+from windlass.cli.foreign import flags_of, translate
 from windlass.cli.options import (
     ENGINE_OPTIONS,
     GATE_OPTIONS,
@@ -26,6 +28,7 @@ from windlass.cli.options import (
     SERVE_OPTIONS,
     Option,
 )
+from windlass.cli.secrets import hide_secrets
 from windlass.config import EngineConfig, GateConfig, ServeConfig, split_options
 from windlass.errors import (
     CheckpointError,
@@ -37,6 +40,8 @@ from windlass.errors import (
 )
 
 # Errors that the user can fix; all others are failures of Windlass or of the machine.
+_NOTES = "windlass.notes"  # key of click's meta
+
 _USER_ERRORS = (ConfigError, RequestError, CheckpointError, UnsupportedError, DownloadError)
 
 
@@ -45,6 +50,7 @@ class Options:
     """Values set by flags or the config file. Options that are not set are absent."""
 
     values: Mapping[str, Any]
+    notes: tuple[str, ...] = ()  # lines for the log about flags of other engines
 
     def only(self, options: Sequence[Option]) -> dict[str, Any]:
         names = {option.name for option in options}
@@ -68,7 +74,12 @@ class Options:
 
 
 class PanelCommand(TyperCommand):
-    """Help in sections. Option names are never truncated, even in a narrow terminal."""
+    """Help in sections, with whole option names. Removes keys from the process list."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        hide_secrets(ctx.params)
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -82,6 +93,15 @@ class PanelCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
+class ModelCommand(PanelCommand):
+    """A command with a model, which also takes flags of other engines."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with reported(ctx):
+            args, ctx.meta[_NOTES] = translate(args, flags_of(self.get_params(ctx)))
+        return super().parse_args(ctx, args)
+
+
 def register(
     app: typer.Typer, function: Callable[..., int], generated: Sequence[Option], **settings: Any
 ) -> None:
@@ -91,7 +111,10 @@ def register(
     def run(ctx: typer.Context, **values: Any) -> None:
         arguments = {parameter.name: values.pop(parameter.name) for parameter in own}
         with reported(ctx):
-            options = _merged(values, generated)
+            options = _merged(values, generated, ctx.meta[_NOTES])
+            if "log_format" not in {option.name for option in generated}:
+                for note in options.notes:  # a server logs them itself
+                    log(note)
             code = function(options, **arguments)
         raise typer.Exit(code)
 
@@ -111,16 +134,20 @@ def register(
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in signature.parameters.values()}
     name = function.__name__.replace("_", "-")
-    app.command(name, cls=PanelCommand, help=function.__doc__, **settings)(run)
+    app.command(name, cls=ModelCommand, help=function.__doc__, **settings)(run)
 
 
-def _merged(values: dict[str, Any], generated: Sequence[Option]) -> Options:
+def _merged(values: dict[str, Any], generated: Sequence[Option], notes: Sequence[str]) -> Options:
     """Merge flags over the config file; omit options that neither sets."""
     path = values.pop("config_file")
-    from_file = read_config(path, [MODEL_ARGUMENT, *generated]) if path is not None else {}
+    from_file: dict[str, Any] = {}
+    if path is not None:
+        lines = list(notes)
+        from_file = read_config(path, [MODEL_ARGUMENT, *generated], on_note=lines.append)
+        notes = lines
     # An absent list is None or empty, depending on the version of typer.
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return Options({**from_file, **given})
+    return Options({**from_file, **given}, tuple(notes))
 
 
 def _model_argument() -> inspect.Parameter:

@@ -44,6 +44,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_COUNTS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # Fields that accept a per cent sign.
 _SHARES = ("min_agreement", "max_ppl_increase")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -61,10 +62,14 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_whole(text: str) -> int:
+    """A whole number; as in vLLM, 4k is 4,000 and 4K is 4,096."""
+    unit = _COUNTS.get(text[-1:])
     try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number.") from None
+        return int(text) if unit is None else int(float(text[:-1]) * unit)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{text!r} is not a whole number. Write 4096, 4k (4,000) or 4K (4,096)."
+        ) from None
 
 
 def parse_number(text: str) -> float:
@@ -131,6 +136,10 @@ class Option:
     def is_list(self) -> bool:
         return get_origin(self.hint) is tuple
 
+    @property
+    def is_switch(self) -> bool:
+        return self.hint is bool
+
     @cached_property
     def choices(self) -> tuple[str, ...]:
         return get_args(self.hint) if get_origin(self.hint) is Literal else ()
@@ -138,7 +147,7 @@ class Option:
     def parameter(self) -> inspect.Parameter:
         """The function parameter from which typer makes the flag."""
         names = [self.flag, *self.aliases]
-        if self.hint is bool:
+        if self.is_switch:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
         annotation, extra = self._typer_type()
         info = typer.Option(
@@ -163,7 +172,7 @@ class Option:
         if self.is_list:
             item = get_args(self.hint)[0]
             return list[item] | None, {"metavar": _metavar(item)}  # type: ignore[valid-type]
-        if self.hint is bool:
+        if self.is_switch:
             return bool | None, {}
         if self.hint in (int, float):
             parser = parse_whole if self.hint is int else parse_number
@@ -174,7 +183,7 @@ class Option:
         if self.default is None or self.default in ("", (), {}):
             return ""
         shown = self.default
-        if self.hint is bool:
+        if self.is_switch:
             shown = "yes" if shown else "no"
         elif self.is_size and shown % 2**20 == 0:
             shown = f"{shown // 2**20}MiB"
@@ -189,6 +198,16 @@ class Option:
         except (TypeError, ValueError, typer.BadParameter) as error:
             why = error if isinstance(error, typer.BadParameter) else self._expected()
             raise ConfigError(f"{self.name}: {why} Got {value!r}.") from error
+
+    def from_text(self, text: str) -> Any:
+        """Parse one value as on the command line. Raises ConfigError with the option's name."""
+        try:
+            if self.hint is int and not self.is_size:
+                return parse_whole(text)
+            return self._converted(parse_number(text) if self.hint is float else text)
+        except (TypeError, ValueError, typer.BadParameter) as error:
+            why = error if isinstance(error, typer.BadParameter) else self._expected()
+            raise ConfigError(f"{self.name}: {why} Got {text!r}.") from error
 
     def _converted(self, value: Any) -> Any:
         if self.is_size:

@@ -9,13 +9,18 @@ import typer
 
 from windlass.cli.command import PanelCommand, reported
 from windlass.cli.flags import option, switch
+from windlass.cli.secrets import API_KEY_VARIABLE
 from windlass.errors import ConfigError, EngineError, RequestError
 
 _TIMEOUT_S = 30.0
 
 Url = Annotated[str, option("URL", "URL of the server.", "--url")]
 Key = Annotated[
-    str | None, option("KEY", "API key of the server.", "--key", envvar="WINDLASS_API_KEY")
+    str | None,
+    option(
+        *("KEY", "API key of the server; better in the environment.", "--api-key", "--key"),
+        envvar=API_KEY_VARIABLE,
+    ),
 ]
 AsJson = Annotated[bool, switch("Print JSON.", "--json")]
 _URL = "http://127.0.0.1:8000"
@@ -32,14 +37,14 @@ def explain(
         str, typer.Argument(metavar="ID", help="Field `id` of a response, or X-Request-Id.")
     ],
     url: Url = _URL,
-    key: Key = None,
+    api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain the latency of a request: its timeline, one sentence, and a setting that helps."""
     with reported(ctx):
         from urllib.parse import quote
 
-        explanation = fetch(url, f"/v1/requests/{quote(request_id, safe='')}/explain", key)
+        explanation = fetch(url, f"/v1/requests/{quote(request_id, safe='')}/explain", api_key)
         if as_json:
             typer.echo(json.dumps(explanation, indent=2))
             return
@@ -48,10 +53,12 @@ def explain(
         print_explanation(explanation)
 
 
-def memory(ctx: typer.Context, url: Url = _URL, key: Key = None, as_json: AsJson = False) -> None:
+def memory(
+    ctx: typer.Context, url: Url = _URL, api_key: Key = None, as_json: AsJson = False
+) -> None:
     """Show the memory use of a running server."""
     with reported(ctx):
-        report = fetch(url, "/memory", key)
+        report = fetch(url, "/memory", api_key)
         if as_json:
             typer.echo(json.dumps(report, indent=2))
             return
@@ -93,5 +100,5 @@ def _http_error(status: int, body: bytes) -> EngineError:
     except (ValueError, KeyError, TypeError):
         message = f"the server returned status {status}."
     if status == 401:
-        message += " Give the key with --key or WINDLASS_API_KEY."
+        message += " Give the key with --api-key or $WINDLASS_API_KEY."
     return RequestError(message) if status < 500 else EngineError(message)

@@ -1,4 +1,4 @@
-"""Removes the keys of `windlass serve` from the environment and from the process list."""
+"""Removes keys and tokens from the environment of a server and from the process list."""
 
 from __future__ import annotations
 
@@ -6,32 +6,45 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from windlass.cli.command import Options
 from windlass.config import check_key
 
 _log = logging.getLogger("windlass.serve")
 
-_VARIABLES = {"api_key": "WINDLASS_API_KEY", "admin_key": "WINDLASS_ADMIN_KEY"}
+API_KEY_VARIABLE = "WINDLASS_API_KEY"
+_VARIABLES = {"api_key": API_KEY_VARIABLE, "admin_key": "WINDLASS_ADMIN_KEY"}
 _ARG_START, _ARG_END = 47, 48  # fields of /proc/self/stat, from 0
 
 
-def with_environment_keys(options: Options, environment: MutableMapping[str, str]) -> Options:
+# Parameters with secrets, of all commands.
+_SECRETS = ("api_key", "admin_key", "hf_token", "header")
+
+
+def with_environment_keys(
+    options: Mapping[str, Any], environment: MutableMapping[str, str]
+) -> dict[str, Any]:
     """Add the keys of the environment to `options`, and remove them from the environment.
 
     Otherwise the engine process would inherit them. A variable that is set but empty is an error:
     that is more often a mistake than a request to serve without a key.
     """
-    values = dict(options.values)
+    values = dict(options)
     for name, variable in _VARIABLES.items():
         key = environment.get(variable)
         if key is not None:
             check_key(key, f"${variable}")
             values[name] = [*values.get(name, ()), key]
             del environment[variable]
-    return Options(values)
+    return values
+
+
+def hide_secrets(parameters: Mapping[str, Any]) -> None:
+    """Overwrite the secrets among a command's parameters in the process list."""
+    found = [parameters.get(name) or () for name in _SECRETS]
+    hide_arguments([key for keys in found for key in ([keys] if isinstance(keys, str) else keys)])
 
 
 def hide_arguments(secrets: Sequence[str]) -> None:

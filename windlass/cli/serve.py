@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 
 import typer
 
 from windlass.cli.command import Options
 from windlass.cli.reference import reference_config
-from windlass.cli.secrets import hide_arguments, with_environment_keys
+from windlass.cli.secrets import with_environment_keys
 from windlass.config import GateConfig, ServeConfig
 from windlass.core.card import EngineReport
+from windlass.serve.logs import start_logging
+
+_log = logging.getLogger("windlass.serve")
 
 
 def serve(options: Options) -> int:
     """Serve a model over HTTP with an OpenAI-compatible API."""
-    options = with_environment_keys(options, os.environ)
+    start_logging(options.values.get("log_format", "text"))
+    for note in options.notes:
+        _log.info(note)
+    options = replace(options, values=with_environment_keys(options.values, os.environ))
     config, serve_config = options.engine(), options.serve()
-    secrets = [*serve_config.api_key, *serve_config.admin_key, config.model.hf_token or ""]
-    hide_arguments([secret for secret in secrets if secret])
     _check_quality(options)
     from windlass import build
     from windlass.cli.report import print_report
@@ -29,8 +34,6 @@ def serve(options: Options) -> int:
         print_report(report)
         typer.echo(f"\nWindlass serves at {url}\n\n{_curl(url, serve_config)}")
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("windlass").setLevel(logging.INFO)
     return build.serve(config, serve_config, on_ready)
 
 

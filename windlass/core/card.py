@@ -37,6 +37,7 @@ class ModelCard:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     fim: FimTokens | None = None  # None: the model was not trained to fill in the middle
     pooling: ModelPooling = field(default_factory=ModelPooling)
+    aliases: tuple[str, ...] = ()  # further names in the API
 
 
 @dataclass(frozen=True, slots=True)

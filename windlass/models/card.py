@@ -87,6 +87,7 @@ def _card(
         special_tokens=text.special_tokens if text else {},
         default_sampling=_sampling(generation, config),
         fim=text.fim if text else None,
+        aliases=config.served_model_name[1:],
     )
 
 

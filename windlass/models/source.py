@@ -35,7 +35,7 @@ class ModelFiles:
 def resolve(config: ModelConfig) -> ModelFiles:
     """Find the model that the config names; downloads it, with a progress bar, if needed."""
     own_name, path = _locate(config)
-    name = config.served_model_name or own_name
+    name = next(iter(config.served_model_name), own_name)
     if path.is_dir() and not (path / "config.json").is_file():
         path = _only_gguf(path)
     files = _folder(name, path, config) if path.is_dir() else _file(name, path, config)

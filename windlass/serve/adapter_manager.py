@@ -27,10 +27,12 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 class AdapterManager:
     """Checks an adapter's name and folder before the engine gets them."""
 
-    def __init__(self, client: EngineHandle, roots: tuple[str, ...], base_name: str) -> None:
+    def __init__(
+        self, client: EngineHandle, roots: tuple[str, ...], base_names: tuple[str, ...]
+    ) -> None:
         self._client = client
         self._roots = roots
-        self._base_name = base_name
+        self._base_names = base_names
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter; on an error nothing of it stays loaded."""
@@ -38,8 +40,8 @@ class AdapterManager:
             check_adapter_name(name)
         except ConfigError as error:
             raise RequestError(f"lora_name: {error}", "lora_name") from error
-        if name == self._base_name:
-            raise AdapterConflict(f"{name!r} is the name of the base model.", "lora_name")
+        if name in self._base_names:
+            raise AdapterConflict(f"{name!r} is a name of the base model.", "lora_name")
         self._client.adapters.check_free(name)
         folder = await asyncio.to_thread(self._allowed_folder, path)
         try:

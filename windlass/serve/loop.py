@@ -29,6 +29,7 @@ from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.code_pages import release_code
 from windlass.serve.journal import Journal
+from windlass.serve.logs import inherit_logging
 
 Build = Callable[[], tuple[Engine, EngineReport]]
 Prepare = Callable[[], None]
@@ -63,6 +64,7 @@ def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoR
     It calls `prepare` and then waits for a Build, the only object sent through `build_pipe`.
     """
     die_with_parent()
+    inherit_logging()
     # A terminal and a service manager signal the whole process group; the parent handles signals.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

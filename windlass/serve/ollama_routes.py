@@ -22,7 +22,8 @@ class OllamaRoutes:
 
     async def tags(self) -> Response:
         """The model and its adapters."""
-        names = [self._services.card.name, *self._services.client.adapters.folders]
+        card = self._services.card
+        names = [card.name, *card.aliases, *self._services.client.adapters.folders]
         started = datetime.fromtimestamp(self._services.started, UTC).isoformat()
         return reply(
             {

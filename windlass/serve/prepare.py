@@ -119,7 +119,7 @@ class Preparer:
 
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request's `model` names; "" for the base model."""
-        if name is None or name == self._card.name:
+        if name is None or name == self._card.name or name in self._card.aliases:
             return ""
         adapters = self._adapters()
         if name in adapters:

@@ -125,9 +125,10 @@ class Operations:
             "owned_by": "windlass",
             "max_model_len": self._services.client.report.max_model_len,
         }
-        base = {"id": card.name, **common, "root": card.path, "parent": None}
+        names = (card.name, *card.aliases)
+        own = [{"id": name, **common, "root": card.path, "parent": None} for name in names]
         folders = self._services.client.adapters.folders
-        return [base] + [
+        return own + [
             {"id": name, **common, "root": folder, "parent": card.name}
             for name, folder in folders.items()
         ]

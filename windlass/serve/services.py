@@ -108,7 +108,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         metrics=metrics,
         admission=admission,
         desk=desk,
-        adapter_manager=AdapterManager(client, config.lora_root, card.name),
+        adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
         traces=traces,
         sleeper=Sleeper(client, desk),
         probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],

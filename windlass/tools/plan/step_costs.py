@@ -167,7 +167,7 @@ def _relevant_config(config: EngineConfig) -> EngineConfig:
     cache = config.cache
     return replace(
         config,
-        model=replace(config.model, max_model_len=None, served_model_name=None, hf_token=None),
+        model=replace(config.model, max_model_len=None, served_model_name=(), hf_token=None),
         cache=CacheConfig(block_size=cache.block_size, kv_cache_dtype=cache.kv_cache_dtype),
         scheduler=SchedulerConfig(overlap=config.scheduler.overlap),
         speculation=SpecConfig(),

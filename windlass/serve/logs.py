@@ -1,0 +1,45 @@
+"""The log of a server: lines of text, or JSON objects with the same fields.
+
+A record's `fields` (`extra={"fields": {...}}`) are keys of its JSON object; the text has them in words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import UTC, datetime
+
+_VARIABLE = "WINDLASS_LOG_FORMAT"  # of this process and its children, which log in the same format
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def start_logging(log_format: str) -> None:
+    """Log to stderr, in this process and in those that it starts."""
+    os.environ[_VARIABLE] = log_format
+    inherit_logging()
+
+
+def inherit_logging() -> None:
+    """Log as the parent process does, if that has a log."""
+    log_format = os.environ.get(_VARIABLE)
+    if log_format is None:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("windlass").setLevel(logging.INFO)
