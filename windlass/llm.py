@@ -88,14 +88,20 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         adapter: str | Sequence[str] = "",
+        prediction: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids) in one batch; results have the prompts' order.
 
-        `adapter` is one name for all prompts, or one per prompt; "" is the base model.
+        `adapter` is one name for all prompts, or one per prompt; "" is the base model. `prediction`,
+        also one or one per prompt, is text that the output repeats in large parts: its tokens are
+        draft tokens, so that the same output takes fewer steps.
         """
         many = _as_list(prompts)
         groups = self._requests.groups(
-            many, _sampling_per_prompt(sampling, len(many)), _adapter_per_prompt(adapter, len(many))
+            many,
+            _sampling_per_prompt(sampling, len(many)),
+            _one_per_prompt("adapter", adapter, len(many)),
+            _one_per_prompt("prediction", prediction, len(many)),
         )
         with progress_bar(len(groups), progress) as advance:
             for group, _ in self._drive(groups, whole=True):
@@ -372,16 +378,20 @@ class _GroupBuilder:
         prompts: Sequence[Prompt],
         sampling: Sequence[SamplingParams | None],
         adapters: Sequence[str],
+        predictions: Sequence[str],
     ) -> list[RequestGroup]:
         """Build one group per prompt. Sampling params of None are the model's defaults."""
         builder, groups = self.builder, []
         encoded = builder.encode_prompts(prompts)
-        for prompt, given, adapter in zip(encoded, sampling, adapters, strict=True):
+        expected = builder.encode_predictions(predictions)
+        for prompt, given, adapter, prediction in zip(
+            encoded, sampling, adapters, expected, strict=True
+        ):
             params = builder.resolve(builder.sampling({}) if given is None else given)
             for keyword in unsupported_keywords(params.structured_outputs):
                 _log.warning("the JSON schema has %s, which is not enforced", keyword)
             fitted = builder.fit(prompt, params)
-            options = RequestOptions(adapter=adapter)
+            options = RequestOptions(adapter=adapter, prediction=prediction)
             requests = builder.requests(str(next(self._ids)), [fitted], params, options)
             groups.append(RequestGroup(prompt.text, requests, self._tokenizer))
         return groups
@@ -394,7 +404,7 @@ class _GroupBuilder:
     def group(
         self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = ""
     ) -> RequestGroup:
-        return self.groups([prompt], [sampling], [adapter])[0]
+        return self.groups([prompt], [sampling], [adapter], [""])[0]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -414,12 +424,12 @@ def _sampling_per_prompt(
     return sampling
 
 
-def _adapter_per_prompt(adapter: str | Sequence[str], count: int) -> Sequence[str]:
-    if isinstance(adapter, str):
-        return [adapter] * count
-    if len(adapter) != count:
-        raise RequestError(f"{count} prompts, but {len(adapter)} adapters.", "adapter")
-    return adapter
+def _one_per_prompt(name: str, value: str | Sequence[str], count: int) -> Sequence[str]:
+    if isinstance(value, str):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{count} prompts, but {len(value)} {name}s.", name)
+    return value
 
 
 @contextmanager

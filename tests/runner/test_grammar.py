@@ -255,7 +255,9 @@ def test_a_request_whose_grammar_fails_ends_alone(folder: Path, monkeypatch) -> 
     engine, outputs = llm.engine, {}
     params = SamplingParams(structured_outputs={"regex": "a{5}"}, max_tokens=9)
     monkeypatch.setattr(RequestMatcher, "take", lambda self, _: self._on_fail("too hard", False))
-    groups = llm._requests.groups([[5], [5]], [params, SamplingParams(max_tokens=3)], ["", ""])
+    groups = llm._requests.groups(
+        [[5], [5]], [params, SamplingParams(max_tokens=3)], ["", ""], ["", ""]
+    )
     for group in groups:
         engine.add(group.requests[0])
     while engine.has_work:

@@ -24,6 +24,7 @@ from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.speculation.planner import DraftPlanner, NoDrafts
+from windlass.core.speculation.prediction import Predictions
 from windlass.core.step import Step, make_tuple
 from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, RequestTrace
 from windlass.core.types import (
@@ -70,6 +71,7 @@ class Scheduler:
         self.adapters = adapters or Adapters()
         self.grammars: Grammars = grammars or NoGrammars()
         self._drafts = drafts or NoDrafts()
+        self._predictions = Predictions()
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         self.failed: list[Output] = []  # requests that failed while the last plan was made
         self._requests: dict[str, Request] = {}
@@ -110,6 +112,8 @@ class Scheduler:
         self._requests[new.request_id] = request
         if new.sampling.structured_outputs is not None:
             self.grammars.enter(new.request_id, new.sampling.structured_outputs)
+        if new.prediction:
+            self._predictions.enter(new.request_id, new.prediction)
         self.accounting.arrived(request, len(self._waiting), len(self._running), now)
         self._waiting.push(request)
 
@@ -234,6 +238,8 @@ class Scheduler:
         self.grammars.begin()
         self.failed = []
         self._drafts.trim(self._running, self._budget)
+        if self._predictions:
+            self._predictions.trim(self._running, self._limits.max_num_seqs)
         self._plan_running(step, now)
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
@@ -250,6 +256,8 @@ class Scheduler:
         self._count.num_step_tokens = num_tokens
         self._count.num_prompt_tokens_computed += step.num_prompt_tokens
         options = self._drafts.options(step, self.num_pending_admissions)
+        if self._predictions:
+            options = self._predictions.options(step, options)
         return plan if options is NO_OPTIONS else plan._replace(options=options)
 
     @property
@@ -426,6 +434,8 @@ class Scheduler:
             elif got.prompt_logprobs:
                 scores = request.unreported(row, got.prompt_logprobs)
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
+        if self._predictions:
+            self._predictions.draft(step, plan, result, self._drafts.withdraw)
         self._count.count_executor(result)
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         failures = result.grammar_failures
@@ -480,6 +490,8 @@ class Scheduler:
             self.adapters.leave(request.adapter)
         if request.has_grammar:
             self.grammars.leave(request.request_id)
+        if self._predictions:
+            self._predictions.leave(request.request_id)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None

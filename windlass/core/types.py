@@ -42,6 +42,7 @@ class NewRequest:
     adapter: str = ""
     # If set, the request returns a vector, and the sampled token is not used.
     pooling: PoolingParams | None = None
+    prediction: tuple[int, ...] = ()  # the output that the client expects, as draft tokens
 
 
 class SlotInit(NamedTuple):

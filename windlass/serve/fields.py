@@ -29,7 +29,6 @@ _JSON_MESSAGES = {
 _IGNORED = frozenset(
     {
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",

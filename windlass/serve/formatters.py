@@ -309,7 +309,7 @@ def usage(prepared: Prepared, served: Sequence[ServedCompletion], cost: Cost | N
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     drafted = sum(each.num_drafted for each in served)
-    if drafted:
+    if drafted or prepared.requests[0].prediction:
         accepted = sum(each.num_accepted for each in served)
         numbers["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,

@@ -301,12 +301,15 @@ class Preparer:
         response_id = f"{prefix}-{body.request_id or unique}"
         # A client may use its id twice; in the engine, ids are unique.
         engine_id = f"{response_id}-{unique}" if body.request_id else response_id
+        builder = self._builder(report)
+        expected = body.prediction.content if body.prediction is not None else None
+        (prediction,) = builder.encode_predictions([expected or ""])
         options = RequestOptions(
             adapter=self.adapter_of(body.model),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            prediction=prediction,
         )
-        builder = self._builder(report)
         fitted = [builder.fit(prompt, sampling, body.truncate_prompt_tokens) for prompt in prompts]
         num_prompts = [len(prompt.tokens) for prompt in fitted]
         num_outputs = sum(builder.max_new_tokens(count, sampling) for count in num_prompts)

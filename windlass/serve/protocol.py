@@ -176,6 +176,15 @@ class StreamOptions(BaseModel):
             raise unknown_field(name, type(self).model_fields, "stream_options")
 
 
+class Prediction(BaseModel):
+    """Text that the client expects in the output."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["content"] = "content"
+    content: Annotated[str | None, BeforeValidator(_text_of)]
+
+
 class Body(BaseModel):
     """A request body. `fields.check_extra` checks undeclared fields."""
 
@@ -299,6 +308,7 @@ class GenerationRequest(Body):
     ) = None
     guided_grammar: str | None = None
     include_cost: bool | None = None
+    prediction: Prediction | None = None
 
     @property
     def num_logprobs(self) -> int | None:

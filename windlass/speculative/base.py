@@ -23,13 +23,15 @@ class SlotUpdate(NamedTuple):
     """Final tokens of one slot from the last step.
 
     `drafts` are draft tokens that the runner made in the same step. `target_tokens` are the target
-    model's samples after each draft token of the row, including rejected draft tokens.
+    model's samples after each draft token of the row, including rejected draft tokens. `verified`
+    are those draft tokens, which may be another proposer's or a client's prediction.
     """
 
     slot: SlotId
     tokens: Sequence[int]
     drafts: tuple[int, ...] = ()
     target_tokens: tuple[int, ...] = ()
+    verified: tuple[int, ...] = ()
 
 
 def slot_update(row: Row, result: RowResult) -> SlotUpdate:
@@ -39,6 +41,7 @@ def slot_update(row: Row, result: RowResult) -> SlotUpdate:
         tokens=result.tokens,
         drafts=result.drafts,
         target_tokens=result.target_tokens,
+        verified=row.tokens[-row.num_drafts :] if row.num_drafts else (),
     )
 
 

@@ -81,6 +81,10 @@ class Pool:
             self._ngrams = [(token,) for token in self._drafted]
         return Draft(self._drafted, kind)
 
+    def has_drafted(self, tokens: tuple[int, ...]) -> bool:
+        """Whether the last draft begins with these tokens."""
+        return tokens == self._drafted[: len(tokens)]
+
     def _text_after(self, token: int) -> list[int]:
         """The tokens after the last occurrence of a token in the text."""
         position = self._positions.get(token, len(self._tokens))
@@ -126,7 +130,9 @@ class LookaheadProposer:
             if each.slot in self._unread:
                 self._unread[each.slot] += each.tokens
             else:
-                self._slots[each.slot].update(each.tokens, each.target_tokens)
+                pool = self._slots[each.slot]
+                is_own = pool.has_drafted(each.verified)
+                pool.update(each.tokens, each.target_tokens if is_own else ())
 
     def backlog(self, slot: SlotId) -> int:
         del slot

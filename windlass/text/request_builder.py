@@ -55,6 +55,7 @@ class RequestOptions:
     adapter: str = ""
     priority: int = 0
     cache_salt: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 class RequestBuilder:
@@ -133,6 +134,25 @@ class RequestBuilder:
         """Encode pairs of texts, each as one prompt."""
         self._check_chars([text for pair in pairs for text in pair])
         return self._tokenizer.encode_pairs(pairs)
+
+    def encode_predictions(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Encode texts that outputs are expected to repeat; "": none."""
+        longest = max(map(len, texts), default=0)
+        if longest == 0:
+            return [()] * len(texts)
+        if longest > self.max_chars:
+            raise RequestError(
+                f"prediction has {longest:,} characters; the model's context holds at most "
+                f"{self.max_chars:,}. Send the part that the answer repeats.",
+                "prediction",
+            )
+        if self._limits.layout.has_state:
+            raise RequestError(
+                f"prediction is not possible with {self._card.name!r}: it has recurrent states, "
+                "which cannot be rolled back when draft tokens are rejected. Leave it out.",
+                "prediction",
+            )
+        return [tuple(ids) for ids in self._tokenizer.encode_all(texts, add_special=False)]
 
     def encode_rendered(self, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
         """Encode rendered chat templates. Templates write BOS themselves; it is never doubled."""
@@ -241,6 +261,7 @@ class RequestBuilder:
                 priority=options.priority,
                 cache_salt=options.cache_salt,
                 adapter=options.adapter,
+                prediction=options.prediction,
             )
             for i, (prompt, child) in enumerate(pairs)
         ]

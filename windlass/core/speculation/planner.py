@@ -12,6 +12,7 @@ from dataclasses import replace
 from windlass.core.request import Request
 from windlass.core.speculation.facts import ProposerTraits, SpeculationFacts
 from windlass.core.speculation.governor import Governor, StepTime
+from windlass.core.speculation.prediction import PREDICTED
 from windlass.core.step import Step
 from windlass.core.types import NO_OPTIONS, Draft, SlotId, StepOptions, StepPlan, StepResult
 
@@ -27,6 +28,9 @@ class NoDrafts:
     release = admit
 
     def trim(self, running: Sequence[Request], budget: int) -> None:
+        pass
+
+    def withdraw(self, request: Request) -> None:
         pass
 
     def options(self, step: Step, num_pending_admissions: int) -> StepOptions:
@@ -91,6 +95,10 @@ class DraftPlanner:
         self._found = any(counts)
         for (request, _, _), count in zip(live, counts, strict=True):
             request.drafts = request.drafts[:count]
+
+    def withdraw(self, request: Request) -> None:
+        """Forget the last draft for a request, which verifies other tokens instead."""
+        self._offered = [each for each in self._offered if each[0] is not request]
 
     def options(self, step: Step, num_pending_admissions: int) -> StepOptions:
         """Decide whether the runner makes drafts after this step, and for which requests."""
@@ -173,7 +181,7 @@ class DraftPlanner:
             if not row.sample or request.finish is not None or request.generation != generation:
                 continue
             num_sampled += len(got.tokens)
-            if row.num_drafts:
+            if row.num_drafts and request.draft_kind != PREDICTED:
                 self._governor.verified(
                     row.slot,
                     kind=request.draft_kind,
