@@ -86,6 +86,7 @@ def _run(line: str, options: list[ours.Option] = SERVER) -> tuple[dict[str, Any]
         ),
         ("m --dist-init-addr h:5", {"master_addr": "h", "master_port": 5}),
         ("m --tool-call-parser qwen25 --reasoning-parser deepseek_r1", {"tool_call_parser": "hermes", "reasoning_parser": "think"}),
+        ("m --runner pooling --pooling mean", {"task": "embed", "pooling_type": "mean"}),
         ("m --quantization bitsandbytes", {"quantization": "nf4"}),
     ],
 )  # fmt: skip
@@ -192,7 +193,7 @@ def test_the_table_is_consistent() -> None:
     rows = [row for rows in FOREIGN_FLAGS.values() for row in rows]
     assert len(BY_NAME) == sum(len(row.names) for row in rows)  # no name twice
     own = {MODEL} | {name for option in [*SERVER, *SAMPLING_OPTIONS] for name in _names(option)}
-    values = {"auto", "none", "priority", "draft", "…"}  # words behind a flag
+    values = {"auto", "none", "priority", "draft", "embed", "score", "…"}  # words behind a flag
     for row in rows:
         assert bool(row.ours) or bool(row.note or row.refusal), row.names
         assert set(row.ours.split()) - values <= own, row.names

@@ -319,14 +319,19 @@ _MODEL_FLAGS = (
         unset=("auto", "hf", "fast"),
         refusal="tokenizers and configs are read in the hub's format and from GGUF. Leave it out.",
     ),
-    _ignored(
-        "--task --runner --convert",
+    _alias("--task", VLLM, "--task", values={"embedding": "embed"}),
+    _alias(
+        "--runner --convert",
         VLLM,
-        "value",
-        "every decoder generates and embeds.",
-        unset=("auto", "generate", "none", "embed", "embedding", "score"),
-        refusal="generation and embeddings of text decoders are served. Leave it out.",
+        "--task",
+        values={"pooling": "embed", "classify": "score"},
+        unset=("auto", "generate", "none"),
     ),
+    _alias(
+        "--embedding --embeddings --is-embedding", f"{SGLANG}, {LLAMA}", "--task embed", "nothing"
+    ),
+    _alias("--rerank --reranking", LLAMA, "--task score", "nothing"),
+    _alias("--pooling", LLAMA, "--pooling-type"),
     _ignored(
         "--safetensors-load-strategy --ignore-patterns --model-loader-extra-config",
         VLLM,
@@ -716,12 +721,6 @@ _SERVER_FLAGS = (
         f"{VLLM}, {SGLANG}",
         "value",
         _LLGUIDANCE,
-    ),
-    _ignored(
-        "--embedding --embeddings --is-embedding --rerank --reranking",
-        f"{SGLANG}, {LLAMA}",
-        "nothing",
-        "every decoder generates and embeds.",
     ),
     _ignored(
         "--threads-http --timeout -to",
