@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,7 @@ def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
             before, num_done = num_done, _num_done(client, batch.id)
             assert num_done >= before  # what was counted is still there
             while num_done < before + 9:
+                time.sleep(0.02)
                 num_done = _num_done(client, batch.id)
         finally:
             process.kill()

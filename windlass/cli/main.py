@@ -28,6 +28,7 @@ from windlass.cli.plan import PLAN_OPTIONS, plan
 from windlass.cli.profile import profile
 from windlass.cli.quantize import QUANTIZE_OPTIONS, quantize
 from windlass.cli.remote import add_to as add_remote
+from windlass.cli.run_batch import RUN_BATCH_OPTIONS, run_batch
 from windlass.cli.sampling import SAMPLING_OPTIONS
 from windlass.cli.serve import serve
 from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
@@ -67,6 +68,7 @@ _MODEL_OPTIONS = [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *PARALLEL_OP
 register(app, serve, [*_MODEL_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
 register(app, chat, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
+register(app, run_batch, [*_MODEL_OPTIONS, *RUN_BATCH_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, ladder, LADDER_OPTIONS)

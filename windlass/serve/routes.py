@@ -218,6 +218,15 @@ def _health(health: Health) -> Response:
     return reply(body, 200 if health.ok else 503)
 
 
+def batch_endpoints(generation: Generation) -> dict[str, Endpoint]:
+    """The endpoints that batches may use."""
+    return {
+        "/v1/chat/completions": generation.chat,
+        "/v1/completions": generation.completion,
+        "/v1/responses": generation.response,
+    }
+
+
 def make_router(services: Services) -> APIRouter:
     """Create the router with all endpoints of one server."""
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
@@ -225,11 +234,7 @@ def make_router(services: Services) -> APIRouter:
     ollama = OllamaRoutes(services)
     files, batches = FileRoutes(services), BatchRoutes(services)
     if services.batches is not None:
-        services.batches.endpoints = {
-            "/v1/chat/completions": generation.chat,
-            "/v1/completions": generation.completion,
-            "/v1/responses": generation.response,
-        }
+        services.batches.endpoints = batch_endpoints(generation)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": generation.chat,

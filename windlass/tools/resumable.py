@@ -143,7 +143,7 @@ def check_output(output: Path) -> None:
         return
     if output.exists():
         raise ConfigError(
-            f"-o {output}: exists already. Remove it, or choose another folder. The partial output "
+            f"-o {output}: exists already. Remove it, or choose another -o. The partial output "
             f"of an interrupted run is in {partial_path(output).name}; the same command resumes it."
         )
 
