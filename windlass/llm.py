@@ -14,6 +14,7 @@ import weakref
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from windlass.build import Built, build_engine, build_replicas, make_client, open_model
@@ -34,9 +35,12 @@ from windlass.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from windlass.text.chat_output import ChatOutput, chat_output
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.completion import Delta
 from windlass.text.grammar.schema import unsupported_keywords
+from windlass.text.parsing.output import ToolSet
+from windlass.text.parsing.registry import AUTO, choose_format
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
 from windlass.text.scoring import Scoring, as_pairs
 
@@ -116,11 +120,51 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         adapter: str | Sequence[str] = "",
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several."""
+        """Answer one conversation or several. Each output's `message` has reasoning and tool calls apart.
+
+        `tools` and the options after it are those of the chat API, for all conversations.
+        """
+        from windlass.serve.tools import read_tools, tool_use
+
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        return self.generate(self._render(conversations), sampling, progress, adapter)
+        use = tool_use(read_tools(tools or ()), tool_choice, parallel_tool_calls)
+        shown = () if use is None else use.for_template()
+        texts = self._render(conversations, shown, chat_template_kwargs)
+        outputs = [
+            self._chat_output(text, given, None if use is None else use.tool_set)
+            for text, given in zip(texts, _sampling_per_prompt(sampling, len(texts)), strict=True)
+        ]
+        params = [
+            replace(each.sampling, skip_special_tokens=False)
+            if each.parsing.special_tokens
+            else each.sampling
+            for each in outputs
+        ]
+        prompts = self._requests.builder.encode_rendered(texts)
+        results = self.generate(prompts, params, progress, adapter)
+        return [
+            result.with_messages(each.parsing)
+            for result, each in zip(results, outputs, strict=True)
+        ]
+
+    def _chat_output(
+        self, prompt: str, sampling: SamplingParams | None, tools: ToolSet | None = None
+    ) -> ChatOutput:
+        """How the output of a rendered chat is constrained and read."""
+        return chat_output(
+            choose_format(self.card.chat_template or "", AUTO, AUTO),
+            tools,
+            sampling or self._requests.builder.sampling({}),
+            prompt=prompt,
+            tokenizer=self.card.tokenizer,
+        )
 
     def embed(
         self,
@@ -238,7 +282,9 @@ class LLM:
         self, messages: Messages, sampling: SamplingParams | None = None, adapter: str = ""
     ) -> Iterator[str]:
         """Stream the answer to one conversation."""
-        return self.stream(self._render([messages])[0], sampling, adapter)
+        (text,) = self._render([messages])
+        (prompt,) = self._requests.builder.encode_rendered([text])
+        return self.stream(prompt, self._chat_output(text, sampling).sampling, adapter)
 
     def add_adapter(self, name: str, path: str) -> None:
         """Load an adapter from a folder or the hub. Raises when it does not fit the model."""
@@ -252,15 +298,26 @@ class LLM:
         """Unload an adapter."""
         self.engine.adapters.unload(name)
 
-    def _render(self, conversations: Sequence[Messages]) -> list[list[int]]:
-        """Render conversations with the model's chat template, and encode them."""
+    def _render(
+        self,
+        conversations: Sequence[Messages],
+        tools: Messages = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Render conversations with the model's chat template."""
         if self._template is None:
             raise RequestError(
                 f"the model {self.card.name!r} has no chat template; use generate() instead.",
                 "messages",
             )
-        texts = [self._template.render(messages) for messages in conversations]
-        return self._requests.builder.encode_rendered(texts)
+        from windlass.serve.tools import with_decoded_calls
+
+        return [
+            self._template.render(
+                [with_decoded_calls(message) for message in messages], options, tools=tools
+            )
+            for messages in conversations
+        ]
 
     def _drive(
         self, groups: list[RequestGroup], whole: bool = False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from windlass.core.tokenizer import Tokenizer
 from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.errors import EngineError
 from windlass.text.completion import Completion, Delta
+from windlass.text.parsing.output import ParsedMessage
+from windlass.text.parsing.parser import ParsingOptions, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
+    message: ParsedMessage | None = None  # of a chat: reasoning, content and tool calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ class RequestOutput:
     timeline: Timeline | None = None
     traces: list[RequestTrace] = field(default_factory=list)  # one per completion
     cost: float | None = None  # in dollars; None: `LLM` has no price
+
+    def with_messages(self, options: ParsingOptions) -> RequestOutput:
+        """The result with parsed messages."""
+        outputs = [replace(each, message=parse(each.text, options)) for each in self.outputs]
+        return replace(self, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)

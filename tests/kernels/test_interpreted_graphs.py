@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.runner.memory_walk import walk
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import NoGrammars
 from windlass.core.limits import SchedulerLimits
+from windlass.core.reasoning import ReasoningPhase
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import (
@@ -51,6 +53,8 @@ from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.slots import SlotTables
+from windlass.text.grammar.matcher import RequestMatcher
+from windlass.text.grammar.reasoning import ReasoningFollower
 
 pytest.importorskip("triton")
 
@@ -220,6 +224,10 @@ class Parity:
         bits = (np.arange(VOCAB) % 2) != self._last % 2
         return np.packbits(bits, bitorder="little").tobytes()
 
+    def reads(self, num_in_flight: int) -> bool:
+        del num_in_flight
+        return True
+
     def take(self, token: int) -> None:
         assert token % 2 != self._last % 2
         self._last = token
@@ -228,13 +236,22 @@ class Parity:
         self._last = output[-1] if output else 0
 
 
+def never_fails(reason: str, too_slow: bool) -> None:
+    raise AssertionError(reason, too_slow)
+
+
 class Matchers:
-    def open(self, new: SlotInit) -> Parity:
-        matcher = Parity()
+    def open(self, new: SlotInit) -> Parity | RequestMatcher:
+        matcher: Parity | RequestMatcher = Parity()
+        if new.sampling.reasoning is not None:
+            following = ReasoningFollower(new.sampling.reasoning)
+            matcher = RequestMatcher(
+                None, step_timeout_s=1.0, on_fail=never_fails, reasoning=following
+            )
         matcher.catch_up(new.tokens[new.num_prompt :])
         return matcher
 
-    def prefetch(self, matchers: Sequence[Parity]) -> None:
+    def prefetch(self, matchers: Sequence[Parity | RequestMatcher]) -> None:
         assert matchers
 
     def take_failures(self) -> tuple[GrammarFailure, ...]:
@@ -385,6 +402,7 @@ def tokens_of(found: dict[str, list[Output]]) -> dict[str, list[int]]:
     return {name: [t for each in outputs for t in each.tokens] for name, outputs in found.items()}
 
 
+REASONING = ReasoningPhase(ends=((50, 51),), closing=(49, 50, 51))
 GREEDY = {"temperature": 0.0, "max_tokens": 17}
 CASES: dict[str, list[SamplingParams]] = {
     "greedy": [SamplingParams(**GREEDY)],
@@ -416,6 +434,10 @@ CASES: dict[str, list[SamplingParams]] = {
         SamplingParams(**GREEDY),
         SamplingParams(**GREEDY, structured_outputs={"regex": "x"}, allowed_token_ids=[2, 4, 7]),
         SamplingParams(**GREEDY, structured_outputs={"regex": "x"}, allowed_token_ids=[2, 4]),
+    ],
+    "reasoning": [
+        SamplingParams(**GREEDY, reasoning=replace(REASONING, max_tokens=budget))
+        for budget in (0, 1, 6, 12, None)
     ],
 }
 
@@ -485,7 +507,9 @@ def test_graphs_use_the_tables_of_all_groups(overlap: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize("name", ["greedy", "logprobs", "grammar"])  # half a minute each
+@pytest.mark.parametrize(
+    "name", ["greedy", "logprobs", "grammar", "reasoning"]
+)  # half a minute each
 def test_drafting_steps_equal_eager_steps(name: str) -> None:
     want = generate(Counting(eager_runner()), CASES[name], overlap=False, prompts=5)
     runner, _ = graph_runner(max_draft_tokens=3)

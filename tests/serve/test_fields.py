@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Server, running
+from windlass.serve.anthropic_api import MessagesRequest
+from windlass.serve.protocol import ChatRequest
+from windlass.serve.responses_api import ResponsesRequest
 
 ACCEPTED: list[dict[str, Any]] = [
     {"reasoning_effort": "low"},
@@ -15,6 +18,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"prediction": {"type": "content", "content": "abc"}},
     {"stream_options": {"include_usage": True}},
     {"service_tier": "auto"},
+    {"thinking_budget": 100},
+    {"thinking_token_budget": -1},
+    {"reasoning": {"effort": "low", "max_tokens": 10, "exclude": True, "enabled": True}},
     {"top_logprobs": 0},
     {"parallel_tool_calls": True},
     {"messages": [{"role": "user", "content": "Hi", "id": "m1", "name": "Ann"}]},
@@ -81,3 +87,46 @@ def test_a_template_of_the_request() -> None:
         assert broken.status_code == 400
         assert broken.json()["error"]["param"] == "chat_template"
         assert "<user>Hi" in server.http.post("/apply-template", json=body).json()["prompt"]
+
+
+BUDGETS: list[tuple[dict[str, Any], int | None]] = [
+    ({}, None),
+    ({"thinking_token_budget": 7}, 7),
+    ({"thinking_budget": 0}, 0),
+    ({"thinking_budget": -1}, None),
+    ({"reasoning": {"max_tokens": 7}}, 7),
+    ({"chat_template_kwargs": {"thinking_budget": 7}, "thinking_budget": 7}, 7),
+    ({"chat_template_kwargs": {"thinking_budget": "of the template"}}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "budget"), BUDGETS)
+def test_names_of_the_thinking_budget(fields: dict[str, Any], budget: int | None) -> None:
+    body = ChatRequest.of({"messages": [], **fields}, 0)
+    assert body.max_thinking_tokens == budget
+
+
+def test_budgets_of_other_apis() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    fields = {"max_tokens": 9, "messages": messages, "thinking": thinking}
+    assert MessagesRequest.of(fields, 0).chat().max_thinking_tokens == 7
+    response = ResponsesRequest.of({"input": "Hi", "reasoning": {"max_tokens": 7}}, 0)
+    assert response.chat([]).max_thinking_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        ("chat/completions", {"thinking_budget": 1, "thinking_token_budget": 2}, "differ"),
+        ("chat/completions", {"thinking_budget": -2}, "thinking_budget"),
+        ("chat/completions", {"reasoning": {"tokens": 2}}, "Did you mean 'max_tokens'"),
+        ("messages", {"thinking": {"budget_tokens": "x"}, "max_tokens": 9}, "whole number"),
+        ("completions", {"prompt": "Hi", "thinking_token_budget": 2}, "thinking_token_budget"),
+    ],
+)
+def test_bad_budgets(server: Server, path: str, fields: dict[str, Any], says: str) -> None:
+    messages = {"messages": [{"role": "user", "content": "Hi"}]} if "prompt" not in fields else {}
+    response = server.http.post(f"/v1/{path}", json={**messages, **fields})
+    assert response.status_code == 400, response.text
+    assert says in response.text

@@ -24,6 +24,7 @@ _HELP = {
     "allowed_token_ids": "Sample from these token ids only; repeatable.",
     "bad_words": "Text that must not be generated; repeatable.",
     "structured_outputs": "Structured output: JSON object with one of json, json_object, regex, choice, grammar.",
+    "thinking_token_budget": "Maximum number of reasoning tokens of a chat; then the answer begins.",
     "deterministic": "Batch-invariant: the same tokens alone and in any batch; slower.",
     "max_tokens": "Maximum number of tokens to generate.",
     "min_tokens": "Minimum number of tokens to generate.",
@@ -34,8 +35,16 @@ _HELP = {
     "skip_special_tokens": "Omit special tokens from the text.",
 }
 
-# Fields without a flag: `seed` is an engine flag, the others change the shape of the result.
-WITHOUT_FLAG = ("n", "seed", "logprobs", "prompt_logprobs", "detokenize", "bad_token_ids")
+# Fields without a flag: `seed` is an engine flag, others change the shape of the result or are internal.
+WITHOUT_FLAG = (
+    "n",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "bad_token_ids",
+    "reasoning",
+)
 
 SAMPLING_OPTIONS = options_of(SamplingParams, "Sampling", _HELP, WITHOUT_FLAG)
 SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))

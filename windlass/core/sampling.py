@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
+from windlass.core.reasoning import ReasoningPhase
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 
@@ -49,6 +50,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None  # reasoning tokens of a chat before the answer begins
     seed: int | None = None
     deterministic: bool = False  # batch-invariant: the same tokens in any batch, slower
     max_tokens: int | None = 16
@@ -63,6 +65,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     # Token sequences that must not be completed; RequestBuilder encodes bad_words into them.
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    # Where the reasoning of a chat ends; text/chat_output.py sets it.
+    reasoning: ReasoningPhase | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -78,6 +82,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, -1)
         _whole("max_tokens", self.max_tokens, 0)
         _whole("min_tokens", self.min_tokens, 0)
+        _whole("thinking_token_budget", self.thinking_token_budget, 0)
         _whole("seed", self.seed, -(2**63))
         _whole("logprobs", self.logprobs, -1)
         _whole("prompt_logprobs", self.prompt_logprobs, -1)
@@ -139,6 +144,7 @@ class SamplingParams:
             or self.bad_token_ids
             or self.min_tokens
             or self.structured_outputs is not None
+            or self.reasoning is not None
         )
 
     @property

@@ -78,7 +78,9 @@ class _SpecialSlot:
     @property
     def reads_last_token(self) -> bool:
         """Whether the allowed tokens depend on the last token itself, not only on its position."""
-        return self.grammar is not None or (self.rules is not None and self.rules.has_bad_words)
+        if self.grammar is not None and self.grammar.reads(self.num_in_flight):
+            return True
+        return self.rules is not None and self.rules.has_bad_words
 
     def mask(self, position: int) -> NDArray[Any] | None:
         """One bit per token that may be sampled at a position, as bytes; None: all may."""
@@ -88,9 +90,11 @@ class _SpecialSlot:
         allowed = None if self.grammar is None else self.grammar.allowed()
         if not banned:
             return allowed
-        bits = (
-            np.full(self.rules.num_mask_bytes, 255, np.uint8) if allowed is None else allowed.copy()
-        )
+        bits = np.full(self.rules.num_mask_bytes, 255, np.uint8)
+        if allowed is not None:
+            count = min(len(allowed), len(bits))
+            bits[:count] = allowed[:count]
+            bits[count:] = 0
         for ids in banned:
             np.bitwise_and.at(bits, ids >> 3, ~(1 << (ids & 7)).astype(np.uint8))
         # A grammar takes precedence over the other rules.

@@ -57,9 +57,16 @@ class Grammar:
         return left if left.max() > _NEVER else logits.masked_fill(forbidden, _NEVER)
 
     def allowed(self) -> NDArray[Any] | None:
-        """One bit per token that may come next, as bytes; None: the request must end."""
+        """One bit per token that may come next, as bytes; None: any may, or the request must end.
+
+        Tokens beyond its length may not come next.
+        """
         mask = self.matcher.mask()
         return None if mask is None else np.frombuffer(mask, dtype=np.uint8)
+
+    def reads(self, num_in_flight: int) -> bool:
+        """Whether the mask after this many further tokens may depend on them."""
+        return self.matcher.reads(num_in_flight)
 
     def take(self, token: int) -> None:
         """Advance by a sampled token."""
@@ -67,8 +74,8 @@ class Grammar:
 
 
 def open_grammar(matchers: Matchers | None, new: SlotInit) -> Grammar | None:
-    """The grammar of a request that got a slot; None: no grammar."""
-    if not new.grammar:
+    """The grammar of a request that got a slot; None: it has neither a grammar nor limited reasoning."""
+    if not new.grammar and new.sampling.reasoning is None:
         return None
     if matchers is None:
         raise EngineError(f"{new.request_id} has a grammar, but this runner supports none.")

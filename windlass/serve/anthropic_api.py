@@ -82,8 +82,18 @@ class MessagesRequest(CountedRequest):
             "top_k": self.top_k,
             "stop": self.stop_sequences,
             "stream": self.stream,
+            "thinking_token_budget": self._thinking_budget(),
         }
         return ChatRequest.of(fields, self.num_bytes)
+
+    def _thinking_budget(self) -> int | None:
+        budget = (self.thinking or {}).get("budget_tokens")
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise RequestError(
+                f"thinking.budget_tokens must be a whole number >= 0; got {abbreviate(budget)}.",
+                "thinking",
+            )
+        return budget
 
     @staticmethod
     def read_to_count(raw: bytes) -> TokenizeChatRequest:

@@ -91,10 +91,13 @@ def unknown_field(name: str, known: Iterable[str], param: str | None = None) -> 
     )
 
 
-def validation_error(error: ValidationError) -> RequestError:
-    """Convert the first of pydantic's errors to one sentence with the field's name."""
+def validation_error(error: ValidationError, *within: str) -> RequestError:
+    """Convert the first of pydantic's errors to one sentence with the field's name.
+
+    `within`: the fields around what was validated.
+    """
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(part)[:_MAX_PARAM_CHARS] for part in first["loc"])
+    param = ".".join(str(part)[:_MAX_PARAM_CHARS] for part in (*within, *first["loc"]))
     context = first.get("ctx", {})
     match first["type"]:
         case "missing":

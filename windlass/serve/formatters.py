@@ -71,7 +71,7 @@ class ChatFormatter:
         self._body = body
         self._parsers = [OutputParser(prepared.parsing) for _ in prepared.requests]
         self._tokenizer = tokenizer
-        self._hides_reasoning = body.include_reasoning is False
+        self._hides_reasoning = body.hides_reasoning
         is_text = body.num_logprobs is None and not body.return_token_ids
         self.is_plain = is_text and prepared.parsing.is_plain
 

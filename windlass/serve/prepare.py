@@ -31,9 +31,10 @@ from windlass.serve.protocol import (
 )
 from windlass.serve.structured import structured_of
 from windlass.serve.workers import Workers
+from windlass.text.chat_output import chat_output
 from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.parsing.parser import ParsingOptions
-from windlass.text.parsing.registry import DIALECTS, OutputFormat
+from windlass.text.parsing.registry import AUTO, OutputFormat, choose_format
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
 from windlass.text.template_process import Renderer
 from windlass.text.template_worker import RenderJob
@@ -101,14 +102,14 @@ class Preparer:
     ) -> None:
         """`adapters` returns the names of the adapters that requests may use now.
 
-        `output_format`: how the model writes tool calls and reasoning; None: it has no chat template.
+        `output_format`: how the model writes tool calls and reasoning; None: no template says it.
         """
         self._card = card
         self._workers = workers
         self._adapters = adapters
         self._tokenizer = card.tokenizer
         self._template = template
-        self._output_format = output_format
+        self._output_format = output_format or choose_format("", AUTO, AUTO)
         self._max_logprobs = config.max_logprobs
         self._trusts_templates = config.trust_request_chat_template
         _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
@@ -137,36 +138,30 @@ class Preparer:
         (tokens,) = await self._encode_off_loop(
             len(text), builder.encode_rendered, [text], bool(body.add_special_tokens)
         )
-        parsing = self._parsing(body, text)
-        return await self._off_loop(body, self._chat, body, tokens, parsing, report)
+        return await self._off_loop(body, self._chat, body, text, tokens, report)
 
     def _chat(
-        self, body: ChatRequest, tokens: list[int], parsing: ParsingOptions, report: EngineReport
+        self, body: ChatRequest, text: str, tokens: list[int], report: EngineReport
     ) -> Prepared:
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
         sampling = self._sampling(body, max_tokens, None, report)
+        use = body.tool_use
+        output = chat_output(
+            self._output_format,
+            None if use is None else use.tool_set,
+            sampling,
+            prompt=text,
+            tokenizer=self._tokenizer,
+        )
+        sampling, parsing = output.sampling, output.parsing
         if parsing.special_tokens and body.skip_special_tokens is None:
             sampling = replace(sampling, skip_special_tokens=False)
+        sampling = self._builder(report).resolve(sampling)
         prompts = [EncodedPrompt(tokens)]
         prepared = self._prepared("chatcmpl", body, prompts, sampling, report)
         return replace(prepared, parsing=parsing)
-
-    def _parsing(self, body: ChatRequest, prompt: str) -> ParsingOptions:
-        """What to look for in the output of a chat. A grammar leaves no room for anything else."""
-        use, output_format = body.tool_use, self._output_format
-        if use is not None and use.forced:
-            return ParsingOptions(dialect=DIALECTS["json"], tools=use.tool_set)
-        if output_format is None or structured_of(body) is not None:
-            return ParsingOptions()
-        dialect, tags = output_format.dialect, output_format.reasoning
-        return ParsingOptions(
-            dialect=dialect if use is not None or dialect.reads_reasoning else None,
-            tools=None if use is None else use.tool_set,
-            reasoning=tags,
-            in_reasoning=tags is not None and tags.opened_by(prompt),
-        )
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
@@ -188,6 +183,7 @@ class Preparer:
         self, body: CompletionRequest, prompts: list[EncodedPrompt], report: EngineReport
     ) -> Prepared:
         sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
+        sampling = self._builder(report).resolve(sampling)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)
         if body.infill is not None and self._card.fim is not None:
@@ -261,7 +257,7 @@ class Preparer:
         default_max_tokens: int | None,
         report: EngineReport,
     ) -> SamplingParams:
-        """The request's fields, then the model's defaults, then the engine's."""
+        """The request's fields, then the model's defaults, then the engine's; not resolved yet."""
         fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None
         }
@@ -272,11 +268,12 @@ class Preparer:
         fields["structured_outputs"] = structured_of(body)
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
-        builder = self._builder(report)
-        sampling = builder.sampling(fields, default_max_tokens)
+        if isinstance(body, ChatRequest):
+            fields["thinking_token_budget"] = body.max_thinking_tokens
+        sampling = self._builder(report).sampling(fields, default_max_tokens)
         self._check_logprobs("logprobs", sampling.logprobs)
         self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        return builder.resolve(sampling)
+        return sampling
 
     def _check_logprobs(self, name: str, requested: int | None) -> None:
         limit = self._max_logprobs

@@ -26,8 +26,8 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.fields import check_extra, unknown_field, validation_error
-from windlass.serve.json_body import decode, decode_object
-from windlass.serve.tools import Tool, ToolUse, check_calls, tool_use
+from windlass.serve.json_body import decode_object
+from windlass.serve.tools import Tool, ToolUse, check_calls, tool_use, with_decoded_calls
 from windlass.text.request_builder import Infill
 
 _MAX_TOKEN_ID = 2**32 - 1
@@ -148,20 +148,7 @@ class Message(BaseModel):
     def for_template(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         kept = {name: value for name, value in fields.items() if value is not None}
-        if self.tool_calls:
-            kept["tool_calls"] = [_decoded(call) for call in self.tool_calls]
-        return {**kept, "content": self.content or ""}
-
-
-def _decoded(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object, as chat templates expect them."""
-    function = call["function"]
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = decode(arguments.encode() or b"{}", "the arguments of a tool call")
-    if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call must be a JSON object.", "messages")
-    return {**call, "function": {**function, "arguments": arguments}}
+        return {**with_decoded_calls(kept), "content": self.content or ""}
 
 
 class StreamOptions(BaseModel):
@@ -228,6 +215,22 @@ class Body(BaseModel):
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ThinkingBudget = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit
+
+
+class ReasoningOptions(BaseModel):
+    """The field `reasoning` of a chat, as routers between providers send it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: ReasoningEffort | None = None
+    max_tokens: ThinkingBudget | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+    def model_post_init(self, _context: Any) -> None:
+        for name in self.model_extra or {}:
+            raise unknown_field(name, type(self).model_fields, "reasoning")
 
 
 class ConversationRequest(BaseModel):
@@ -241,6 +244,7 @@ class ConversationRequest(BaseModel):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    reasoning: ReasoningOptions | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template: Annotated[str, Field(max_length=limits.MAX_TEMPLATE_CHARS)] | None = None
 
@@ -253,9 +257,13 @@ class ConversationRequest(BaseModel):
     def template_options(self) -> dict[str, Any] | None:
         """Variables of the chat template that the client sets."""
         options: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            options["reasoning_effort"] = self.reasoning_effort
-            options["enable_thinking"] = self.reasoning_effort != "none"
+        reasoning = self.reasoning or ReasoningOptions()
+        effort = self.reasoning_effort or reasoning.effort
+        if effort is not None:
+            options["reasoning_effort"] = effort
+            options["enable_thinking"] = effort != "none"
+        if reasoning.enabled is not None:
+            options["enable_thinking"] = reasoning.enabled
         if self.verbosity is not None:
             options["verbosity"] = self.verbosity
         return (options | (self.chat_template_kwargs or {})) or None
@@ -354,6 +362,34 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     top_logprobs: INT64 | None = None
     max_completion_tokens: INT64 | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    thinking_budget: ThinkingBudget | None = None
+
+    @property
+    def hides_reasoning(self) -> bool:
+        excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is False or bool(excluded)
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        """The token budget for reasoning, under any of its names; None: no limit."""
+        given = {
+            "thinking_token_budget": self.thinking_token_budget,
+            "thinking_budget": self.thinking_budget,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+            "chat_template_kwargs.thinking_budget": self._template_budget,
+        }
+        found = {name: value for name, value in given.items() if value is not None}
+        if len(set(found.values())) > 1:
+            listed = " and ".join(f"{name} ({value})" for name, value in found.items())
+            raise RequestError(f"{listed} are aliases and differ. Send one.", "thinking_budget")
+        budget = next(iter(found.values()), -1)
+        return None if budget == -1 else budget
+
+    @property
+    def _template_budget(self) -> int | None:
+        value = (self.chat_template_kwargs or {}).get("thinking_budget")
+        return value if type(value) is int and value >= -1 else None
 
     @property
     def num_logprobs(self) -> int | None:

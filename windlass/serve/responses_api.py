@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.protocol import INT64, Body, ChatRequest, ReasoningEffort
+from windlass.serve.protocol import INT64, Body, ChatRequest, ReasoningEffort, ThinkingBudget
 
 Json = dict[str, Any]
 
@@ -21,6 +21,7 @@ class ReasoningOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     effort: ReasoningEffort | None = None
+    max_tokens: ThinkingBudget | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -76,6 +77,7 @@ class ResponsesRequest(Body):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "thinking_token_budget": None if self.reasoning is None else self.reasoning.max_tokens,
             "response_format": self._response_format(),
             "user": self.user,
         }

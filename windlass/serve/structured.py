@@ -14,7 +14,7 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.json_body import decode
-from windlass.serve.protocol import ChatRequest, GenerationRequest
+from windlass.serve.protocol import GenerationRequest
 
 # Older fields of other servers, and their names in `structured_outputs`.
 _GUIDED = {
@@ -31,15 +31,6 @@ def structured_of(body: GenerationRequest) -> StructuredOutputs | None:
     given = [name for name in _FIELDS if getattr(body, name) is not None]
     if body.response_format == {"type": "text"}:
         given.remove("response_format")
-    use = body.tool_use if isinstance(body, ChatRequest) else None
-    if use is not None and use.forced:
-        if given:
-            raise RequestError(
-                f"{given[0]} and a tool_choice that requires a call both set the format of the "
-                "output. Send one.",
-                given[0],
-            )
-        return use.grammar()
     if not given:
         return None
     if len(given) > 1:

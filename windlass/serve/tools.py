@@ -1,4 +1,4 @@
-"""Tools of a chat request: what a client may send, and the grammar of calls that are required."""
+"""Tools of a chat request: what a client may send, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 from windlass.serve.abbreviate import abbreviate
+from windlass.serve.fields import validation_error
+from windlass.serve.json_body import decode
 from windlass.text.parsing.output import ToolSet
-
-_ANY_OBJECT = {"type": "object"}
 
 
 class Function(BaseModel):
@@ -50,44 +49,15 @@ class ToolUse:
     @property
     def tool_set(self) -> ToolSet:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-        return ToolSet(schemas, max_calls=None if self.parallel else 1)
-
-    def grammar(self) -> StructuredOutputs:
-        """The structured output of required calls: a JSON array of them."""
-        definitions: dict[str, Any] = {}
-        calls = []
-        for i, tool in enumerate(self.tools):
-            schema = tool.function.parameters or _ANY_OBJECT
-            definitions[f"tool{i}"] = _with_refs(schema, f"#/$defs/tool{i}")
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": tool.function.name},
-                        "arguments": {"$ref": f"#/$defs/tool{i}"},
-                    },
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                }
-            )
-        items = {"anyOf": calls} if len(calls) > 1 else calls[0]
-        array: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
-        if not self.parallel:
-            array["maxItems"] = 1
-        return StructuredOutputs(json={**array, "$defs": definitions}, source="tools")
+        return ToolSet(schemas, max_calls=None if self.parallel else 1, forced=self.forced)
 
 
-def _with_refs(schema: Any, root: str) -> Any:
-    """A copy of a schema that is moved to `root`: references to its own parts are moved along."""
-    if isinstance(schema, list):
-        return [_with_refs(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _with_refs(value, root) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Validate tools that did not come over HTTP."""
+    try:
+        return [Tool.model_validate(dict(tool)) for tool in tools]
+    except ValidationError as error:
+        raise validation_error(error, "tools") from None
 
 
 def tool_use(
@@ -144,3 +114,23 @@ def check_calls(calls: Sequence[Mapping[str, Any]]) -> None:
                 '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}.',
                 "messages",
             )
+
+
+def with_decoded_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose tool calls have their arguments as objects, as chat templates expect them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    check_calls(calls)
+    content = message.get("content") or ""
+    return {**message, "content": content, "tool_calls": [_decoded(call) for call in calls]}
+
+
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = decode(arguments.encode() or b"{}", "the arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise RequestError("the arguments of a tool call must be a JSON object.", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}

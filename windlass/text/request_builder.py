@@ -195,6 +195,11 @@ class RequestBuilder:
                 "structured_outputs needs a token that ends an output, and this model has none.",
                 "structured_outputs",
             )
+        if sampling.thinking_token_budget is not None:
+            raise RequestError(
+                "thinking_token_budget needs a chat: only its template says where reasoning ends.",
+                "thinking_token_budget",
+            )
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             self._check_ids(name, getattr(sampling, name) or ())
         if not sampling.bad_words:

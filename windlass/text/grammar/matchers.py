@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from windlass.config import GrammarConfig
 from windlass.core.types import GrammarFailure, SlotInit
 from windlass.text.grammar.matcher import Clock, RequestMatcher
+from windlass.text.grammar.reasoning import ReasoningFollower
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -91,11 +92,13 @@ class RequestMatchers:
         output = new.tokens[new.num_prompt :]
         grammar, matcher = self._matchers.pop(new.request_id, ("", None))
         if matcher is None or grammar != new.grammar or not matcher.has_output(output):
+            phase = new.sampling.reasoning
             matcher = RequestMatcher(
-                self._built.copy(new.grammar),
+                self._built.copy(new.grammar) if new.grammar else None,
                 step_timeout_s=self._timeout_s,
                 on_fail=lambda reason, too_slow: self._fail(new, reason, too_slow),
                 clock=self._clock,
+                reasoning=None if phase is None else ReasoningFollower(phase),
             )
         self._matchers[new.request_id] = new.grammar, matcher
         if len(self._matchers) > _MAX_KEPT:

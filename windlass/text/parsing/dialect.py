@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from windlass.text.parsing.output import OutputSink, call_id
 from windlass.text.parsing.reader import Reader, Steps
+from windlass.text.parsing.reasoning import ReasoningTags
 
 Read = Callable[[Reader, OutputSink], Steps[None]]
 
@@ -18,12 +19,12 @@ class Dialect:
     read: reads a whole output after its reasoning.
     marks: a chat template that contains all strings of one of these tuples teaches the dialect.
     special_tokens: whether its markers are special tokens, which are not part of the text otherwise.
-    reads_reasoning: whether `read` finds the reasoning itself.
+    reasoning: the marks of reasoning that `read` finds itself.
     """
 
     name: str
     read: Read
     marks: tuple[tuple[str, ...], ...] = ()
     special_tokens: bool = False
-    reads_reasoning: bool = False
+    reasoning: ReasoningTags | None = None
     make_id: Callable[[], str] = call_id

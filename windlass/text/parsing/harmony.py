@@ -7,6 +7,7 @@ import re
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import OutputSink
 from windlass.text.parsing.reader import Reader, Steps
+from windlass.text.parsing.reasoning import ReasoningTags
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -50,5 +51,12 @@ DIALECT = Dialect(
     read=_read,
     marks=((_CHANNEL, _MESSAGE),),
     special_tokens=True,
-    reads_reasoning=True,
+    reasoning=ReasoningTags(
+        "harmony",
+        start="",
+        end=f"{_CHANNEL}final{_MESSAGE}",
+        closing=f"<|end|>{_START}assistant{_CHANNEL}final{_MESSAGE}",
+        other_ends=(f"{_CHANNEL}commentary",),
+        special_tokens=True,
+    ),
 )

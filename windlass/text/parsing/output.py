@@ -62,6 +62,7 @@ class ToolSet:
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_calls: int | None = None  # later calls are dropped; None: no limit
+    forced: bool = False  # whether the model must call a tool
 
     def __contains__(self, name: str) -> bool:
         return name in self.schemas

@@ -31,7 +31,9 @@ class ParsingOptions:
     @property
     def special_tokens(self) -> bool:
         """Whether special tokens must be part of the text."""
-        return self.dialect is not None and self.dialect.special_tokens
+        return any(
+            each is not None and each.special_tokens for each in (self.dialect, self.reasoning)
+        )
 
 
 class OutputParser:

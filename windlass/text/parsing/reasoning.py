@@ -10,15 +10,24 @@ from windlass.text.parsing.reader import Reader, Steps
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The tags of a family of models."""
+    """The tags of a family of models.
+
+    start: "": every output begins inside of reasoning. closing: what to write to end the reasoning early;
+    "": `end`. other_ends: what else ends it, where calls are possible.
+    """
 
     name: str
     start: str
     end: str
+    closing: str = ""
+    other_ends: tuple[str, ...] = ()
+    special_tokens: bool = (
+        False  # the tags are special tokens, which are not part of the text otherwise
+    )
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends inside of reasoning, as templates write it for models that always reason."""
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.start) and not prompt.endswith(self.end)
 
     def read(self, reader: Reader, out: OutputSink, *, is_open: bool) -> Steps[None]:
         """Read the reasoning and the whitespace after it, if the output begins with reasoning."""
@@ -45,7 +54,7 @@ TAGS = {
     tags.name: tags
     for tags in (
         THINK,
-        ReasoningTags("mistral", "[THINK]", "[/THINK]"),
+        ReasoningTags("mistral", "[THINK]", "[/THINK]", special_tokens=True),
         ReasoningTags("seed", "<seed:think>", "</seed:think>"),
     )
 }

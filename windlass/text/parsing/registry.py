@@ -52,7 +52,7 @@ def choose_format(template: str, tool_call_parser: str, reasoning_parser: str) -
     dialect, why = _dialect(template, tool_call_parser)
     reasoning, why_reasoning = _reasoning(template, reasoning_parser, dialect)
     name = reasoning.name if reasoning is not None else NONE
-    if reasoning is None and dialect.reads_reasoning:
+    if reasoning is None and dialect.reasoning is not None:
         name = dialect.name
     choices = (
         Choice("tool calls", dialect.name, why),
@@ -84,7 +84,7 @@ def _reasoning(template: str, requested: str, dialect: Dialect) -> tuple[Reasoni
                 f"--reasoning-parser {requested!r} is unknown. Known: {', '.join((AUTO, NONE, *TAGS))}."
             )
         return TAGS[requested], "as set"
-    if dialect.reads_reasoning:
+    if dialect.reasoning is not None:
         return None, "reasoning has its own channel"
     for tags in TAGS.values():
         if tags.end in template or tags.start in template:

@@ -1,0 +1,122 @@
+"""Decides how the output of one chat is constrained and read: reasoning, then tool calls or the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from windlass.core.reasoning import ReasoningPhase, TokenIds
+from windlass.core.sampling import SamplingParams
+from windlass.core.tokenizer import Tokenizer
+from windlass.errors import RequestError
+from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.output import ToolSet
+from windlass.text.parsing.parser import ParsingOptions
+from windlass.text.parsing.reasoning import ReasoningTags
+from windlass.text.parsing.registry import DIALECTS, OutputFormat
+from windlass.text.tool_grammar import required_calls
+
+# Text beside which a marker must keep its tokens.
+_AROUND = ("x", ".", " ", "\n", "\n\n", "{")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """How the output of one chat is sampled and parsed."""
+
+    sampling: SamplingParams
+    parsing: ParsingOptions
+
+
+def chat_output(
+    output_format: OutputFormat,
+    tools: ToolSet | None,
+    sampling: SamplingParams,
+    *,
+    prompt: str,
+    tokenizer: Tokenizer,
+) -> ChatOutput:
+    """Constrain the output of a chat. The grammar of an answer or a call begins behind the reasoning.
+
+    `prompt` is the rendered chat.
+    """
+    structured, dialect = sampling.structured_outputs, output_format.dialect
+    if tools is not None and tools.forced:
+        if structured is not None:
+            raise RequestError(
+                f"{structured.source} and a tool_choice that requires a call both set the format of "
+                "the output. Send one.",
+                structured.source,
+            )
+        structured, dialect = required_calls(tools), DIALECTS["json"]
+    elif structured is not None:
+        tools = None  # an answer of a given format has no calls
+    tags = output_format.reasoning or dialect.reasoning
+    is_open = tags is not None and tags.opened_by(prompt)
+    phase, budget = None, sampling.thinking_token_budget
+    # Without a budget, a model that need not reason begins with an answer of a given format.
+    if tags is not None and (budget is not None or (structured is not None and is_open)):
+        phase = _phase(
+            tags, tokenizer, budget=budget, is_open=is_open, has_grammar=structured is not None
+        )
+    sampling = replace(
+        sampling, structured_outputs=structured, reasoning=phase, thinking_token_budget=None
+    )
+    has_reasoning = structured is None or phase is not None
+    parsing = ParsingOptions(
+        dialect=_reader(dialect, tools, has_reasoning),
+        tools=tools,
+        reasoning=output_format.reasoning if has_reasoning else None,
+        in_reasoning=has_reasoning and is_open,
+    )
+    return ChatOutput(sampling, parsing)
+
+
+def _reader(dialect: Dialect, tools: ToolSet | None, has_reasoning: bool) -> Dialect | None:
+    """The dialect, if there is anything for it to find."""
+    finds_reasoning = has_reasoning and dialect.reasoning is not None
+    return dialect if tools is not None or finds_reasoning else None
+
+
+def _phase(
+    tags: ReasoningTags,
+    tokenizer: Tokenizer,
+    *,
+    budget: int | None,
+    is_open: bool,
+    has_grammar: bool,
+) -> ReasoningPhase | None:
+    """The reasoning in token ids; None: it cannot be followed, and the answer begins at once."""
+    markers = [tags.end] if is_open else [tags.start, tags.end]
+    if not tags.special_tokens and not all(_is_isolated(tokenizer, each) for each in markers):
+        if budget is None:
+            return None
+        raise RequestError(
+            f"thinking_token_budget needs reasoning tags that have tokens of their own; {tags.start!r} "
+            f"and {tags.end!r} of this model have not.",
+            "thinking_token_budget",
+        )
+    start = () if is_open else _ids(tokenizer, tags.start)
+    if has_grammar and len(start) > 1:
+        return (
+            None  # where the grammar allows the first of several tokens, the answer may have begun
+        )
+    ends = (tags.end,) if has_grammar else (tags.end, *tags.other_ends)
+    return ReasoningPhase(
+        start=start,
+        ends=tuple(_ids(tokenizer, end) for end in ends),
+        closing=_ids(tokenizer, tags.closing or tags.end),
+        max_tokens=budget,
+    )
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> TokenIds:
+    return tuple(tokenizer.encode(text, add_special=False))
+
+
+def _is_isolated(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a marker has the same tokens beside any text."""
+    return all(
+        _ids(tokenizer, around + text + around)
+        == _ids(tokenizer, around) + _ids(tokenizer, text) + _ids(tokenizer, around)
+        for around in _AROUND
+    )
