@@ -343,6 +343,9 @@ class ServeConfig:
     log_format: Literal["text", "json"] = option(
         "text", "Format of the log; json: one object per line."
     )
+    log_stats_interval: float = option(
+        10.0, "Seconds between lines with the throughput in the log, while requests run; 0: none."
+    )
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
     enable_force_include_usage: bool = option(False, "Include usage in every stream.")
@@ -373,6 +376,7 @@ class ServeConfig:
         at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         at_least(self, 1, "stream_interval")
         at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
+        at_least(self, 0, "log_stats_interval")
         self._check_transport()
         for key in self.api_key:
             check_key(key, "--api-key")

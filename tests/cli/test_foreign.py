@@ -193,7 +193,17 @@ def test_the_table_is_consistent() -> None:
     rows = [row for rows in FOREIGN_FLAGS.values() for row in rows]
     assert len(BY_NAME) == sum(len(row.names) for row in rows)  # no name twice
     own = {MODEL} | {name for option in [*SERVER, *SAMPLING_OPTIONS] for name in _names(option)}
-    values = {"auto", "none", "priority", "draft", "embed", "score", "…"}  # words behind a flag
+    values = {
+        "auto",
+        "none",
+        "priority",
+        "draft",
+        "json",
+        "0",
+        "embed",
+        "score",
+        "…",
+    }  # words behind a flag
     for row in rows:
         assert bool(row.ours) or bool(row.note or row.refusal), row.names
         assert set(row.ours.split()) - values <= own, row.names

@@ -692,6 +692,8 @@ _SERVER_FLAGS = (
         "nothing",
         "an idle server uses no CPU, and POST /sleep is always on, with --admin-key.",
     ),
+    _alias("--disable-log-stats", VLLM, "--log-stats-interval 0", "nothing"),
+    _alias("--log-jsonl", LLAMA, "--log-format json", "nothing"),
     _ignored(
         "--disable-log-requests --disable-uvicorn-access-log --log-disable",
         f"{VLLM}, {LLAMA}",

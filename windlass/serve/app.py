@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -17,8 +15,6 @@ from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.response import ClientDisconnected
 from windlass.serve.routes import make_router
 from windlass.serve.services import Services
-
-_log = logging.getLogger("windlass.serve")
 
 
 def create_app(services: Services) -> FastAPI:
@@ -56,9 +52,14 @@ def create_app(services: Services) -> FastAPI:
 async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineError)
     problem = problem_of(error)
-    if problem.status >= 500:
-        _log.error("answered %d: %s", problem.status, problem.message)
+    problem.log(request.url.path, _id_of(request))
     return problem.response(request.url.path)
+
+
+def _id_of(request: Request) -> str:
+    """The id of a request that got far enough to have one, else the client's; "" without either."""
+    given = request.headers.get("x-request-id", "")
+    return str(getattr(request.state, "response_id", given))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -69,6 +70,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     message = messages.get(error.status_code, str(error.detail))
     problem = problem_of_status(error.status_code, message, **dict(error.headers or {}))
+    problem.log(request.url.path, _id_of(request))
     return problem.response(request.url.path)
 
 

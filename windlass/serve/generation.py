@@ -174,6 +174,7 @@ class Generation:
             if BATCH_OWNER in request.scope:
                 body = body.model_copy(update={"priority": BATCH_PRIORITY})
             prepared = await self._prepare(body)
+            request.state.response_id = prepared.response_id
             headers = self._headers(request, prepared) | unknown_fields_header(request)
             headers |= relaxed_header(request, prepared.relaxed)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)

@@ -59,6 +59,7 @@ class HostGuard:
         if problem is None:
             await self._app(scope, receive, send)
         else:
+            problem.log(scope["path"], Headers(scope=scope).get("x-request-id", ""))
             await problem.response(scope["path"])(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Problem | None:

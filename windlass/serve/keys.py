@@ -155,6 +155,7 @@ class KeyGuard:
             "a valid key is needed: Authorization: Bearer KEY.",
             **{"WWW-Authenticate": "Bearer"},
         )
+        problem.log(scope["path"], Request(scope).headers.get("x-request-id", ""))
         await problem.response(scope["path"])(scope, receive, send)
 
     def _is_allowed(self, request: Request) -> bool:

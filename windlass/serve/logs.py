@@ -11,6 +11,7 @@ import os
 from datetime import UTC, datetime
 
 _VARIABLE = "WINDLASS_LOG_FORMAT"  # of this process and its children, which log in the same format
+_MAX_REFUSALS_PER_S = 20
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -28,6 +29,30 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class _AtMost(logging.Filter):
+    """Passes a number of records per second, so that a client cannot fill the disk with refusals."""
+
+    def __init__(self, per_second: int) -> None:
+        super().__init__()
+        self._per_second = per_second
+        self._second = 0
+        self._num_passed = 0
+        self._num_dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if int(record.created) != self._second:
+            self._second, self._num_passed = int(record.created), 0
+        if self._num_passed >= self._per_second:
+            self._num_dropped += 1
+            return False
+        self._num_passed += 1
+        if self._num_dropped:
+            record.msg = f"{record.getMessage()} ({self._num_dropped} more were not logged)"
+            record.args = ()
+            self._num_dropped = 0
+        return True
+
+
 def start_logging(log_format: str) -> None:
     """Log to stderr, in this process and in those that it starts."""
     os.environ[_VARIABLE] = log_format
@@ -43,3 +68,4 @@ def inherit_logging() -> None:
     handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(handlers=[handler])
     logging.getLogger("windlass").setLevel(logging.INFO)
+    logging.getLogger("windlass.refused").addFilter(_AtMost(_MAX_REFUSALS_PER_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,10 @@ from windlass.errors import (
     WorkerDied,
 )
 
+_refused = logging.getLogger("windlass.refused")
+
+_MAX_LOGGED_CHARS = 400
+_MAX_LOGGED_ID = 64
 _RETRY_S = 5  # after the engine died: about the time of a restart
 
 
@@ -100,6 +105,19 @@ class Problem:
 
     def ollama_body(self) -> dict[str, Any]:
         return {"error": self.message}
+
+    def log(self, path: str, request_id: str = "") -> None:
+        """Log a refusal: status, path, field, and the id that the client or the server gave it."""
+        fields = {"status": self.status, "path": path, "field": self.param, "id": request_id}
+        named = [
+            f"{name} {value[:_MAX_LOGGED_ID]!r}"
+            for name, value in fields.items()
+            if isinstance(value, str) and value and name != "path"
+        ]
+        message = " ".join(self.message.split())[:_MAX_LOGGED_CHARS]
+        text = f"answered {', '.join([str(self.status), *named])} to {path or 'a connection'}: {message}"
+        level = logging.ERROR if self.status >= 500 and self.status != 503 else logging.INFO
+        _refused.log(level, "%s", text, extra={"fields": {k: v for k, v in fields.items() if v}})
 
     def response(self, path: str) -> Response:
         """The response to a request of `path`, in the format of its API."""

@@ -8,7 +8,7 @@ import logging
 import math
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, url_of
 from windlass.serve.response import with_direct_send
 from windlass.serve.services import make_services
+from windlass.serve.throughput_log import ThroughputLog
 from windlass.serve.tls import TlsListener, tls_context
 from windlass.serve.transport import LimitedProtocol
 
@@ -142,15 +143,16 @@ class Server:
             await asyncio.sleep(0.01)
         if serving.done():
             await serving  # raises the error that prevented it from listening
-        sweeping = asyncio.create_task(self._connections.sweep_forever())
+        helpers = [asyncio.create_task(work) for work in self._endless()]
         batches = asyncio.create_task(self._run_batches())
         choices = [*report.choices, *self._services.choices, self._max_connections]
         report = replace(report, choices=choices)
         on_ready(report, url_of(self._config, self._listener))
-        either: set[asyncio.Task[Any]] = {serving, stopped, failed, sweeping, batches}
+        either: set[asyncio.Task[Any]] = {serving, stopped, failed, batches, *helpers}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if sweeping.done():
-            await sweeping  # raises the error that ended it
+        for helper in helpers:
+            if helper.done():
+                await helper  # raises the error that ended it
         batches.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await batches  # their requests end now, and run again after the next start
@@ -163,7 +165,8 @@ class Server:
             await self._drain()
         self._server.should_exit = True
         await serving
-        sweeping.cancel()
+        for helper in helpers:
+            helper.cancel()
         self._connections.abort_all()
         return int(engine_failed)
 
@@ -172,6 +175,13 @@ class Server:
             await asyncio.Event().wait()
         else:
             await self._services.batches.run(self._client.max_num_seqs)
+
+    def _endless(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Work that goes on as long as the server does."""
+        yield self._connections.sweep_forever()
+        replicas, interval_s = self._client.replicas, self._config.log_stats_interval
+        if interval_s:
+            yield ThroughputLog(len(replicas)).run(replicas, interval_s)
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for running ones, and fail those that do not finish in time."""

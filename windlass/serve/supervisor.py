@@ -220,6 +220,9 @@ class EngineSupervisor:
                 await self._launch()
             except (EngineError, OSError, zmq.ZMQError) as error:
                 how = f"{self._label}the engine could not be restarted: {error}"
+            else:
+                seconds = time.monotonic() - now
+                _log.info("%sthe engine is up again, after %.1f s", self._label, seconds)
 
     # ---- state -------------------------------------------------------------------------------
 

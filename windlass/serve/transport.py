@@ -384,6 +384,7 @@ def _problem(status: int, message: str, code: str) -> Problem:
 
 def _as_http(problem: Problem) -> bytes:
     """Encode a complete response that closes the connection."""
+    problem.log("")
     response = problem.response("")
     lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers]
