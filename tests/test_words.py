@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 AREAS = ("windlass", "tests", "docs", "benchmarks/scripts", "README.md", "Makefile")
-SUFFIXES = {".py", ".md", ".cpp", ".h", ".toml", ""}
+SUFFIXES = {".py", ".md", ".cpp", ".h", ".toml", ".js", ".css", ".html", ""}
 
 # What to write instead.
 RETIRED = {

@@ -346,6 +346,7 @@ class ServeConfig:
     log_stats_interval: float = option(
         10.0, "Seconds between lines with the throughput in the log, while requests run; 0: none."
     )
+    console: bool = option(True, "Serve the web console at /.")
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
     enable_force_include_usage: bool = option(False, "Include usage in every stream.")

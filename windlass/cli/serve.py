@@ -32,7 +32,10 @@ def serve(options: Options) -> int:
 
     def on_ready(report: EngineReport, url: str) -> None:
         print_report(report)
-        typer.echo(f"\nWindlass serves at {url}\n\n{_curl(url, serve_config)}")
+        typer.echo(f"\nWindlass serves at {url}\n")
+        if serve_config.console and serve_config.uds is None:
+            typer.echo(f"  in a browser: {url}/\n")
+        typer.echo(_curl(url, serve_config))
 
     return build.serve(config, serve_config, on_ready)
 

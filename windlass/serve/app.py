@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from windlass.errors import EngineError
+from windlass.serve.console_files import CONSOLE_PATHS
 from windlass.serve.hosts import make_host_guard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.problems import problem_of, problem_of_status
@@ -34,7 +35,12 @@ def create_app(services: Services) -> FastAPI:
     app.add_exception_handler(ClientDisconnected, _disconnected)
     app.add_exception_handler(Exception, _internal_error)
     if services.keys.clients:
-        app.add_middleware(KeyGuard, keys=services.keys, root_path=config.root_path)
+        app.add_middleware(
+            KeyGuard,
+            keys=services.keys,
+            root_path=config.root_path,
+            open_paths=CONSOLE_PATHS if config.console else frozenset(),
+        )
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

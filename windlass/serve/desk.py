@@ -22,14 +22,14 @@ class Ticket:
 
     def __init__(self, desk: Desk, path: str) -> None:
         self._desk = desk
-        self._path = path
+        self.path = path
         self._open = True
         self.began = time.monotonic()
 
     def end(self, outcome: Outcome) -> None:
         if self._open:
             self._open = False
-            self._desk.close_ticket(self._path, outcome, time.monotonic() - self.began)
+            self._desk.close_ticket(self.path, outcome, time.monotonic() - self.began)
 
     def end_with(self, error: EngineError) -> None:
         """End with the outcome of `error`: rejected or error."""

@@ -58,6 +58,17 @@ def phases_of(trace: RequestTrace, began: float) -> Phases:
     )
 
 
+def seconds_json(phases: Phases) -> Json:
+    return {
+        "total": _s(phases.total),
+        "server": _s(phases.before),
+        "queued": _s(phases.queued),
+        "prefill": _s(phases.prefill),
+        "decode": _s(phases.decode),
+        "preempted": _s(phases.preempted),
+    }
+
+
 def trace_json(trace: RequestTrace, began: float) -> Json:
     """Format a trace, by phase."""
     phases, times = phases_of(trace, began), trace.timeline
@@ -70,14 +81,7 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
         "finish": trace.finish,
         "prompt_tokens": times.num_prompt,
         "output_tokens": times.num_output,
-        "seconds": {
-            "total": _s(phases.total),
-            "server": _s(phases.before),
-            "queued": _s(phases.queued),
-            "prefill": _s(phases.prefill),
-            "decode": _s(phases.decode),
-            "preempted": _s(phases.preempted),
-        },
+        "seconds": seconds_json(phases),
         "queue": {
             "ahead": trace.num_ahead,
             "running": trace.num_running,

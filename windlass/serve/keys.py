@@ -139,12 +139,15 @@ def _authenticated_key(request: Request) -> bytes:
 
 
 class KeyGuard:
-    """Middleware that answers 401 to requests without a valid key, except on health paths."""
+    """Middleware that answers 401 to requests without a valid key, except on health paths and `open_paths`."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, root_path: str) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, root_path: str, open_paths: frozenset[str] = frozenset()
+    ) -> None:
         self._app = app
         self._keys = keys
         self._root_path = root_path
+        self._open_paths = _OPEN_PATHS | open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._is_allowed(Request(scope)):
@@ -160,4 +163,4 @@ class KeyGuard:
 
     def _is_allowed(self, request: Request) -> bool:
         path = request.scope["path"].removeprefix(self._root_path)
-        return path in _OPEN_PATHS or self._keys.admits(request)
+        return path in self._open_paths or self._keys.admits(request)

@@ -5,6 +5,7 @@ engine_metrics.py has those of an engine; client-side latencies are measured her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -135,6 +136,15 @@ class Metrics:
             self._sleep.labels(self._model_name, state).set(level == sleep_level)
         return generate_latest(self.registry)
 
+    def latencies(self) -> dict[str, dict[str, list[float | None]]]:
+        """Cumulative counts of the latency histograms by upper bound; the last bound is None."""
+        histograms = {
+            "ttft": self._ttft,
+            "tpot": self._tpot,
+            "queue": self._queue,
+        }
+        return {name: _buckets(histogram) for name, histogram in histograms.items()}
+
     def observe_stats(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the difference of two stats of a replica's engine; a new engine counts from zero."""
         self._engines[replica].observe(stats, last)
@@ -189,3 +199,13 @@ class Metrics:
         self._e2e.observe(total_s)
         if num_tokens > 1:
             self._tpot.observe(decode_s / (num_tokens - 1))
+
+
+def _buckets(histogram: Histogram) -> dict[str, list[float | None]]:
+    [metric] = histogram.collect()
+    buckets = [each for each in metric.samples if each.name.endswith("_bucket")]
+    bounds = [float(each.labels["le"]) for each in buckets]
+    return {
+        "le": [None if math.isinf(bound) else bound for bound in bounds],
+        "counts": [each.value for each in buckets],
+    }

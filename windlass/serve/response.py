@@ -165,6 +165,8 @@ class CompletionResponse:
             owner=self._owner,
             began=self._ticket.began,
             request_ids=tuple(self._by_id),
+            path=self._ticket.path,
+            adapter=self._prepared.requests[0].adapter,
         )
         self._inbox = self._client.submit(self._prepared.requests)
         return self._inbox

@@ -17,6 +17,7 @@ from windlass.errors import RequestError
 from windlass.serve.admin import Admin
 from windlass.serve.batch.routes import BatchRoutes, FileRoutes
 from windlass.serve.bodies import read_as, reply, reply_off_loop
+from windlass.serve.console_routes import ConsoleRoutes
 from windlass.serve.generation import Generation
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
@@ -140,19 +141,11 @@ class Operations:
         return _health(Health(True))
 
     async def ready(self) -> Response:
-        return _health(self._readiness())
-
-    def _readiness(self) -> Health:
-        if self._services.desk.draining:
-            return Health(False, "the server is shutting down")
-        state = self._services.sleeper.state
-        if state != "awake":
-            return Health(False, f"the server is {state}; POST /admin/wake wakes it", "sleeping")
-        return self._services.client.health()
+        return _health(self._services.readiness())
 
     async def generate_probe(self) -> Response:
         """Generate one token, which detects a hang anywhere in the engine."""
-        health = self._readiness()
+        health = self._services.readiness()
         if not health.ok:
             return _health(health)
         running = [
@@ -284,6 +277,8 @@ def make_router(services: Services) -> APIRouter:
         "/v1/batches": batches.list,
         "/v1/batches/{batch_id}": batches.retrieve,
     }
+    if services.config.console:
+        gets |= ConsoleRoutes(services, trace_routes).endpoints()
     deletes: dict[str, Endpoint] = {
         "/v1/responses/{response_id}": generation.delete_response,
         "/v1/files/{file_id}": files.delete,

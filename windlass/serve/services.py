@@ -16,6 +16,7 @@ from windlass.serve.batch.service import BatchService, make_batch_service
 from windlass.serve.cost import CostTracker, make_cost_tracker
 from windlass.serve.desk import Desk
 from windlass.serve.handle import EngineHandle
+from windlass.serve.health import Health
 from windlass.serve.keys import Keys
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
@@ -54,6 +55,15 @@ class Services:
     keys: Keys = field(default_factory=Keys)
     choices: tuple[Choice, ...] = ()  # for the start-up table
     started: int = field(default_factory=lambda: int(time.time()))
+
+    def readiness(self) -> Health:
+        """Whether a request would be answered now."""
+        if self.desk.draining:
+            return Health(False, "the server is shutting down")
+        state = self.sleeper.state
+        if state != "awake":
+            return Health(False, f"the server is {state}; POST /admin/wake wakes it", "sleeping")
+        return self.client.health()
 
     def close(self) -> None:
         """Stop the threads and the template process, and close files."""

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from windlass.core.trace import RequestTrace
 from windlass.errors import RequestError
 from windlass.serve.bodies import reply
-from windlass.serve.cost import NO_KEY, cost_json
+from windlass.serve.cost import NO_KEY, CostTracker, cost_json
 from windlass.serve.explain import Json, explain_trace, phases_of, trace_json
 from windlass.serve.keys import key_name
 from windlass.serve.services import Services
@@ -23,7 +23,7 @@ class TraceRoutes:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def _owner(self, request: Request) -> str | None:
+    def owner_of(self, request: Request) -> str | None:
         """The name of the request's key; None: an admin key."""
         if self._services.keys.is_admin(request):
             return None
@@ -33,18 +33,22 @@ class TraceRoutes:
         costs = self._services.costs
         if costs is None:
             raise RequestError("this server has no price. Start it with --price-per-hour.")
-        owner, keys = self._owner(request), self._services.keys
+        return reply(self.cost_for(request, costs))
+
+    def cost_for(self, request: Request, costs: CostTracker) -> Json:
+        """The costs that the request's key may see."""
+        owner, keys = self.owner_of(request), self._services.keys
         if owner is None or not (keys.clients or keys.admins):
-            return reply(costs.summary())
-        return reply(costs.summary_of(owner))
+            return costs.summary()
+        return costs.summary_of(owner)
 
     async def explain(self, request: Request, response_id: str) -> Response:
-        entry = self._services.traces.find(response_id, self._owner(request))
+        entry = self._services.traces.find(response_id, self.owner_of(request))
         traces = {**entry.traces, **await self._running(entry)}
         body: Json = {
             "id": entry.response_id,
             "object": "request.explanation",
-            "state": _state(entry),
+            "state": entry.state,
         }
         if traces:
             slowest = max(traces.values(), key=lambda each: phases_of(each, entry.began).total)
@@ -72,9 +76,3 @@ class TraceRoutes:
         costs = self._services.costs
         cost = {"cost": cost_json(costs.price.of([trace]))} if costs is not None else {}
         return {**trace_json(trace, began), **cost}
-
-
-def _state(entry: Entry) -> str:
-    if entry.lost:
-        return "failed"
-    return "running" if entry.is_open else "ended"

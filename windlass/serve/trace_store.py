@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 from windlass.core.trace import RequestTrace
 from windlass.serve.problems import TraceNotFound
@@ -26,6 +27,8 @@ class Entry:
     owner: str
     began: float
     request_ids: tuple[str, ...]
+    path: str = ""  # of the endpoint
+    adapter: str = ""
     traces: dict[str, RequestTrace] = field(default_factory=dict)
     lost: bool = False  # the request failed or the engine died: some traces may never arrive
     closed: asyncio.Event = field(default_factory=asyncio.Event)  # all arrived, or `lost`
@@ -33,6 +36,12 @@ class Entry:
     @property
     def is_open(self) -> bool:
         return not self.lost and len(self.traces) < len(self.request_ids)
+
+    @property
+    def state(self) -> str:
+        if self.lost:
+            return "failed"
+        return "running" if self.is_open else "ended"
 
 
 class TraceStore:
@@ -48,13 +57,33 @@ class TraceStore:
         self._ended: deque[Entry] = deque()
 
     def open(
-        self, response_id: str, *, owner: str, began: float, request_ids: tuple[str, ...]
+        self,
+        response_id: str,
+        *,
+        owner: str,
+        began: float,
+        request_ids: tuple[str, ...],
+        path: str = "",
+        adapter: str = "",
     ) -> Entry:
         """Add a request that is sent to the engine now. A reused id refers to the latest request."""
-        entry = Entry(response_id=response_id, owner=owner, began=began, request_ids=request_ids)
+        entry = Entry(
+            response_id=response_id,
+            owner=owner,
+            began=began,
+            request_ids=request_ids,
+            path=path,
+            adapter=adapter,
+        )
+        self._by_id.pop((response_id, owner), None)  # the latest request is the last item
         self._by_id[response_id, owner] = entry
         self._by_request |= dict.fromkeys(request_ids, entry)
         return entry
+
+    def latest(self, owner: str | None, limit: int) -> list[Entry]:
+        """The latest requests of a sender, in flight or ended, newest first; None: of any sender."""
+        found = (each for each in reversed(self._by_id.values()) if owner in (None, each.owner))
+        return list(islice(found, limit))
 
     def mark_lost(self, entry: Entry) -> None:
         """Close an entry whose request failed: its missing traces may never arrive."""
