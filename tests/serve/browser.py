@@ -41,6 +41,7 @@ class Page:
         self._rest = b""
         self._last_id = 0
         self._session: str | None = None
+        self._loaded = False
         self.complaints: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -76,7 +77,9 @@ class Page:
         return message
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
-        if method == "Runtime.exceptionThrown":
+        if method == "Page.loadEventFired":
+            self._loaded = True
+        elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
             self.complaints.append(json.dumps(params["args"]))
@@ -87,8 +90,17 @@ class Page:
     # ---- what a test does --------------------------------------------------------------------
 
     def open(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete'")
+        """Load a page and wait until it is complete."""
+        self._load("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        self._load("Page.reload")
+
+    def _load(self, method: str, **params: Any) -> None:
+        self._loaded = False
+        self.call(method, **params)
+        while not self._loaded:
+            self._read()
 
     def eval(self, expression: str) -> Any:
         """The value of an expression, which may be a promise."""

@@ -9,7 +9,7 @@ const NEAR_LIMIT = new Set(["length"]);
 
 export class MessageView {
   constructor(message, actions) {
-    Object.assign(this, { message, actions, isEditing: false });
+    Object.assign(this, { message, actions, isEditing: false, forms: new Map() });
     this.element = h("article", { class: `message ${message.role}`, "aria-label": ROLES[message.role] });
     this.content = h("div", { class: "content" });
     this.reasoning = null;
@@ -53,7 +53,7 @@ export class MessageView {
       // not whole yet: shown as it arrives
     }
     const parts = [h("header", {}, icon("wrench"), h("b", {}, call.name), h("span", { class: "muted" }, "tool call")), h("pre", { tabindex: "0" }, h("code", {}, args))];
-    if (!isBusy && this.actions.isOpenCall(call)) parts.push(this.resultForm(call));
+    if (!isBusy && this.actions.isOpenCall(call)) parts.push(this.forms.get(call) ?? this.resultForm(call));
     return h("div", { class: "tool-call" }, parts);
   }
 
@@ -63,7 +63,9 @@ export class MessageView {
       event.preventDefault();
       if (input.value.trim()) this.actions.sendResult(call, input.value);
     };
-    return h("form", { onsubmit: submit }, input, h("button", { class: "outline", type: "submit" }, "Send result"));
+    const form = h("form", { onsubmit: submit }, input, h("button", { class: "outline", type: "submit" }, "Send result"));
+    this.forms.set(call, form); // keeps what was typed when another call gets its result
+    return form;
   }
 
   footer() {

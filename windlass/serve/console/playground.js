@@ -91,7 +91,8 @@ export function makePlayground() {
   }
 
   function renderGrown() {
-    keepingBottom(() => grown.forEach((message) => views.get(message)?.update(isGrowing(message))));
+    // An answer that has ended meanwhile is drawn already, and the user may be typing in it.
+    keepingBottom(() => [...grown].filter(isGrowing).forEach((message) => views.get(message).update(true)));
     grown.clear();
   }
 
