@@ -1,8 +1,13 @@
-"""Ranks on one GPU: NCCL with one rank, inside captured graphs, and two ranks through host memory."""
+"""Ranks on one GPU: NCCL and symmetric memory with one rank, inside captured graphs; ranks that share the GPU.
+
+Ranks that share a GPU exchange tensors through host memory, or through symmetric memory, for which one
+process has several buffers and streams, or two processes have one buffer each.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,10 @@ from windlass import LLM
 from windlass.build import _build_rank, _finish, _Log, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.kernels.triton.all_reduce import BUFFER_BYTES
 from windlass.layers.linear import Linear
 from windlass.parallel.mesh import Mesh
+from windlass.runner.collectives import SymmetricMemoryGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +47,15 @@ def nccl(folder: Path) -> Any:
     return NcclGroup(store, 0, 1, torch.device("cuda", 0))
 
 
+def symmetric(folder: Path, num_bytes: int) -> Any:
+    from torch._C import _distributed_c10d as c10d
+
+    from windlass.parallel.nccl import share_memory
+
+    store, device = c10d.FileStore(str(folder / "memory"), 1), torch.device("cuda", 0)
+    return share_memory(store, 0, 1, device=device, num_bytes=num_bytes, name=str(folder))
+
+
 def test_collectives_are_captured(tmp_path: Path) -> None:
     group = nccl(tmp_path)
     x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
@@ -61,10 +77,144 @@ def test_collectives_are_captured(tmp_path: Path) -> None:
     torch.testing.assert_close(moved, x)
 
 
-def test_an_engine_with_collectives_in_its_graphs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stages_exchange_tensors_by_nccl(tmp_path: Path) -> None:
+    from torch._C import _distributed_c10d as c10d
+
+    from windlass.parallel.nccl import NcclGroup
+
+    group = NcclGroup(c10d.FileStore(str(tmp_path / "store"), 1), 0, 1)
+    x, found = torch.randn(8, 64, device="cuda").bfloat16(), torch.zeros(8, 64, device="cuda")
+    found = found.bfloat16()
+    group._backend._group_start()  # a rank can send to itself only within a group
+    sending, receiving = group.send(x * 2, 0), group._backend.recv([found], 0, 0)
+    group._backend._group_end()
+    sending.wait()
+    receiving.wait()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, x * 2)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "with a norm"])
+@pytest.mark.parametrize(("ranks", "rows", "size"), [(1, 3, 576), (2, 1, 4096), (4, 16, 2048)])
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_sums_over_buffers_of_one_process(
+    ranks: int, rows: int, size: int, two_shot: bool, fused: bool
 ) -> None:
-    """All projections back into the residual stream are summed by NCCL, as those of a shard are."""
+    """Every rank is a stream with captured calls of different sizes, replayed several times."""
+    from windlass.kernels.triton.all_reduce import BUFFER_BYTES, SharedBuffers
+    from windlass.layers.norm import RMSNorm
+
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    buffers = torch.zeros(ranks, BUFFER_BYTES, dtype=torch.uint8, device=device)
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    shared = [SharedBuffers.of(rank, addresses, device) for rank in range(ranks)]
+    inputs = torch.randn(3, ranks, rows, size, device=device).bfloat16()  # of three calls
+    residuals = torch.zeros(3, ranks, rows, size, device=device).bfloat16()
+    norm = RMSNorm(size, 1e-5, torch.bfloat16, None).to(device)  # type: ignore[arg-type]
+    norm.weight.data.uniform_(0.5, 1.5)
+
+    def compute(rank: int) -> list[torch.Tensor]:
+        found: list[Any] = []
+        for call, count in enumerate((rows, 1, rows)):
+            x = inputs[call, rank, :count]
+            if fused:
+                residual = residuals[call, rank, :count]
+                out, _ = shared[rank].all_reduce_norm(x, residual, norm, two_shot=two_shot)
+                found.append(out)
+            else:
+                found.append(shared[rank].all_reduce(x, two_shot=two_shot))
+        return found
+
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    graphs, outputs = [torch.cuda.CUDAGraph() for _ in range(ranks)], []
+    # A process cannot load kernels while another one waits: at first, all flags are set.
+    buffers.view(torch.int32).fill_(2**30)
+    for rank, (stream, graph) in enumerate(zip(streams, graphs, strict=True)):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            compute(rank)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs.append(compute(rank))
+        graph.replay()
+    torch.cuda.synchronize()
+    buffers.zero_()
+    for each in shared:
+        each.counters.zero_()
+    for turn in range(5):
+        inputs.copy_(torch.randn(inputs.shape, device=device))
+        residuals.zero_()
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for call, count in enumerate((rows, 1, rows)):
+            total = torch.zeros(count, size, device=device)
+            for rank in range(ranks):
+                total += inputs[call, rank, :count].float()
+            want = total.bfloat16()
+            for rank in range(ranks):
+                if fused:
+                    assert torch.equal(residuals[call, rank, :count], want), (turn, call, rank)
+                    scale = torch.rsqrt(want.float().square().mean(-1, keepdim=True) + 1e-5)
+                    expected = (want.float() * scale).bfloat16() * norm.weight
+                    torch.testing.assert_close(outputs[rank][call], expected)
+                else:
+                    assert torch.equal(outputs[rank][call], want), (turn, call, rank)
+
+
+def sum_as_rank(rank: int, folder: str, results: Any) -> None:
+    from torch._C import _distributed_c10d as c10d
+
+    from windlass.kernels.triton.all_reduce import BUFFER_BYTES, SharedBuffers
+    from windlass.parallel.nccl import share_memory
+
+    device = torch.device("cuda", 0)
+    memory = share_memory(
+        c10d.FileStore(f"{folder}/memory", 2),
+        rank,
+        2,
+        device=device,
+        num_bytes=BUFFER_BYTES,
+        name="two",
+    )
+    shared = SharedBuffers.of(rank, memory.addresses, device)
+    found = []
+    for call in range(20):
+        x = torch.full((1 + call % 3, 1024), float(call + 10 * rank), device=device).bfloat16()
+        found.append(shared.all_reduce(x, two_shot=call % 2 == 1).unique().tolist())
+    results.put((rank, found))
+
+
+def test_two_processes_sum_in_symmetric_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=sum_as_rank, args=(rank, str(tmp_path), results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(results.get(timeout=60) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+    want = [[2.0 * call + 10] for call in range(20)]
+    assert found == {0: want, 1: want}
+
+
+@pytest.mark.parametrize("collectives", ["nccl", "symmetric memory"])
+def test_an_engine_with_collectives_in_its_graphs(
+    collectives: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All projections back into the residual stream are summed, as those of a shard are."""
     options = {"model": str(folder), "load_format": "dummy", **SIZES}
     config = EngineConfig.of(**options)
     opened = open_model(config)
@@ -77,7 +227,11 @@ def test_an_engine_with_collectives_in_its_graphs(
 
     monkeypatch.setattr(Linear, "__init__", partial)
     log = _Log()
-    rank = _build_rank(config, opened.source, log, mesh=Mesh(tp=nccl(tmp_path)))
+    group = nccl(tmp_path)
+    if collectives == "symmetric memory":
+        memory = symmetric(tmp_path, BUFFER_BYTES)
+        group = SymmetricMemoryGroup(group, memory, torch.device("cuda", 0))
+    rank = _build_rank(config, opened.source, log, mesh=Mesh(tp=group))
     llm = LLM.over(opened.card, _finish(rank, opened.source, log, "none"))
     found = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
     assert sum(a == b for a, b in zip(found, want, strict=True)) / len(want) >= 0.8
@@ -90,6 +244,49 @@ def test_two_ranks_on_one_gpu(folder: Path, case: str) -> None:
     one = load(folder, dtype="float32")
     two = load(folder, dtype="float32", tensor_parallel_size=2, distributed_backend="gloo")
     assert tokens(two) == tokens(one)
+
+
+def test_two_ranks_time_their_gemms(folder: Path) -> None:
+    two = load(folder, tensor_parallel_size=2, distributed_backend="gloo")
+    chosen = [each.value for each in two.report.choices if each.what == "GEMM"]
+    assert chosen
+    assert chosen[0].startswith("skinny for")
+    pairs = list(zip(tokens(two), tokens(load(folder)), strict=True))
+    assert sum(a == b for a, b in pairs) / len(pairs) >= 0.8
+
+
+@pytest.mark.parametrize("case", ["dense", "qwen3-moe", "gpt-oss", "granite-hybrid"])
+def test_two_stages_on_one_gpu(folder: Path, case: str) -> None:
+    """Every stage has its own graphs; hidden states go through host memory between them."""
+    if case != "dense":
+        (folder / "config.json").write_text(json.dumps(COMMON | CASES[case]))
+    two = load(folder, pipeline_parallel_size=2, distributed_backend="gloo")
+    one = load(folder)
+    pairs = list(zip(tokens(two), tokens(one), strict=True))
+    assert sum(a == b for a, b in pairs) / len(pairs) >= 0.8
+    executors = two.engine.stats().executors
+    assert executors["decode graph"] > 10
+    assert executors["mixed graph"] > 0
+
+
+def test_stages_of_several_ranks_on_one_gpu(folder: Path) -> None:
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    four = load(folder, dtype="float32", distributed_backend="gloo", **parallel)
+    assert tokens(four) == tokens(load(folder, dtype="float32"))
+
+
+def test_stages_verify_draft_tokens(folder: Path) -> None:
+    want = tokens(load(folder, dtype="float32", plain_kernels=True))
+    two = load(
+        folder,
+        dtype="float32",
+        plain_kernels=True,
+        pipeline_parallel_size=2,
+        distributed_backend="gloo",
+        spec="ngram",
+    )
+    assert tokens(two) == want
+    assert two.engine.stats().num_draft_tokens > 0
 
 
 def test_more_ranks_than_gpus(folder: Path) -> None:

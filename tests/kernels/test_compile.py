@@ -23,6 +23,7 @@ from tests.kernels.latent_cases import LATENT  # noqa: E402
 from tests.kernels.mamba_cases import MAMBA  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
+    all_reduce,
     attention,
     attention_kernels,
     eight_bit,
@@ -258,7 +259,20 @@ def codebook_gemm(rows: int, group: int, super_group: int) -> tuple:
     return table.table_linear_kernel, signature, {"SPLIT": True, **sizes}, {"num_stages": 3}
 
 
+def summed(two_shot: bool, normed: bool) -> tuple:
+    signature = {"x": X, "out": X, "eps": "fp32", "buffers": L, "counters": I, "rank": "i32"}
+    if normed:
+        signature |= {"residual": X, "weight": X, "out": FP8, "out_scales": F}
+    sizes = {"SIZE": 8192, "WIDTH": 8192, "ROWS": 256, "SLOT": 32768}
+    constants = {"RANKS": 8, "LANES": 8, "TWO_SHOT": two_shot, **sizes}
+    return all_reduce.all_reduce_kernel, signature, constants, {"num_warps": 16}
+
+
 CASES = {
+    "all_reduce": summed(False, False),
+    "all_reduce with a norm, quantised": summed(False, True),
+    "all_reduce, two-shot": summed(True, False),
+    "all_reduce, two-shot, with a norm": summed(True, True),
     "rms_norm": (
         norm.rms_norm_kernel,
         {**NORM, "stride": "i32"},

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tests.core.world import make_layout
 from tests.kernels.conftest import Check
+from tests.parallel.stages import Line
 from tests.runner.memory_walk import walk
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import NoGrammars
@@ -45,10 +47,12 @@ from windlass.runner import filters
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.mixed import MixedForward, MixedGraphs
+from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.cuda.verify import MAX_POSITIONS, VerifyForward, VerifyGraphs
 from windlass.runner.drafter import DrafterInputs
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor, PendingStep
+from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler
 from windlass.runner.sampling import HostSampling, Sampling
@@ -269,12 +273,51 @@ class Ready(NoGrammars):
         return request_id
 
 
-def make_parts(sampling: Callable[[SlotTables], Sampling], num_groups: int = 1) -> RunnerParts:
+class FirstStage(ToyNetwork):
+    """Gives the tokens, as the residual stream that `LastStage` reads."""
+
+    def __call__(
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        del batch, aux_hidden_states
+        return ids.long()[:, None] * 2
+
+
+class LastStage(ToyNetwork):
+    """The toy network behind another stage. It changes its inputs, as layers do."""
+
+    def __call__(
+        self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        hidden = super().__call__(ids[:, 0] // 2, batch, aux_hidden_states)
+        ids += 1
+        return hidden
+
+
+class InTurn:
+    """Two stages that compute a plan one after the other, as a runner."""
+
+    def __init__(self, runners: list[Runner]) -> None:
+        self._runners = runners
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        first, last = (runner.submit(plan) for runner in self._runners)
+        assert first.wait().rows == []
+        return last
+
+
+def make_parts(
+    sampling: Callable[[SlotTables], Sampling],
+    num_groups: int = 1,
+    *,
+    network: Any = None,
+    pipeline: Pipeline | None = None,
+) -> RunnerParts:
     slots = SlotTables(SLOTS, MAX_LEN // BLOCK + 1, BLOCK, CPU, scratch=200, num_groups=num_groups)
-    network: Any = ToyNetwork()
     cache: Any = Pages()
     parts = RunnerParts(
-        network=network,
+        network=network or ToyNetwork(),
+        pipeline=pipeline or Pipeline(),
         cache=cache,
         slots=slots,
         sampling=sampling(slots),
@@ -290,7 +333,10 @@ def eager_runner() -> Runner:
     return Runner(parts, [EagerExecutor(parts, ReferenceMetadata(parts.slots))])
 
 
-def graph_runner(max_draft_tokens: int = 0, num_groups: int = 1) -> tuple[Runner, FakeBackend]:
+def graph_runner(
+    max_draft_tokens: int = 0, num_groups: int = 1, **options: Any
+) -> tuple[Runner, FakeBackend]:
+    """`options`: network and pipeline of a stage."""
     from windlass.runner.device_sampler import DeviceSampler, SamplingKernels
 
     backend = FakeBackend()
@@ -300,21 +346,23 @@ def graph_runner(max_draft_tokens: int = 0, num_groups: int = 1) -> tuple[Runner
         count_tokens=counted_tokens,
         keep_typical=no_typical_acceptance,
     )
-    parts = make_parts(
-        lambda slots: DeviceSampler(slots, VOCAB, backend=backend, kernels=kernels),
-        num_groups,
-    )
-    sampler = parts.sampling
-    assert isinstance(sampler, DeviceSampler)
+
+    def sampling(slots: SlotTables) -> Sampling:
+        pipeline = options.get("pipeline")
+        if pipeline is not None and not pipeline.is_last:
+            return NoSampling()
+        return DeviceSampler(slots, VOCAB, backend=backend, kernels=kernels)
+
+    parts = make_parts(sampling, num_groups, **options)
     metadata = DeviceMetadata(
         parts.slots, tile=8, num_kv_heads=1, num_positions=MAX_POSITIONS, multiprocessors=4
     )
-    slots = parts.slots
+    slots, stage = parts.slots, GraphStage(parts, max_tokens=32, backend=backend)
     executors: list[Executor] = [
-        DecodeGraphs(decode_forward(parts, sampler, metadata), sampler, slots, SLOTS),
+        DecodeGraphs(decode_forward(parts, stage, metadata), stage, slots, SLOTS),
         MixedGraphs(
-            MixedForward(parts, sampler, metadata),
-            sampler,
+            MixedForward(parts, stage, metadata),
+            stage,
             slots,
             tile=8,
             max_tokens=32,
@@ -323,6 +371,8 @@ def graph_runner(max_draft_tokens: int = 0, num_groups: int = 1) -> tuple[Runner
         EagerExecutor(parts, metadata),
     ]
     if max_draft_tokens:
+        sampler = parts.sampling
+        assert isinstance(sampler, DeviceSampler)
         verify = VerifyGraphs(
             VerifyForward(parts, sampler, metadata, max_draft_tokens),
             sampler,
@@ -374,6 +424,7 @@ def generate(
     overlap: bool,
     prompts: int = 11,
     num_groups: int = 1,
+    num_stages: int = 1,
 ) -> dict[str, list[Output]]:
     num_blocks = 60 * num_groups
     limits = SchedulerLimits(
@@ -383,6 +434,7 @@ def generate(
         layout=make_layout(*["full"] * num_groups, block_size=BLOCK),
         num_blocks=num_blocks,
         lookahead_after_drafts=4,
+        num_stages=num_stages,
     )
     scheduler = Scheduler(limits, BlockPool(num_blocks), caching=False, grammars=Ready())
     engine = Engine(scheduler, runner, overlap=overlap)
@@ -504,6 +556,32 @@ def test_graphs_use_the_tables_of_all_groups(overlap: bool) -> None:
     same(generate(counting, CASES["greedy"], overlap=overlap, num_groups=3), want)
     assert counting.executors["decode graph"] > 10
     assert ("decode graph", "a row has several new blocks") not in counting.refusals
+
+
+@inside
+@pytest.mark.parametrize("name", ["greedy", "deterministic beside others", "logprobs", "grammar"])
+def test_stages_equal_eager_steps(name: str) -> None:
+    want = generate(Counting(eager_runner()), CASES[name], overlap=False)
+    queues = [SimpleQueue[Tensor]() for _ in range(2)]
+    stages = [
+        graph_runner(
+            network=network,
+            pipeline=Pipeline(
+                Line(rank, queues),  # type: ignore[arg-type]
+                hidden_size=1,
+                dtype=torch.int64,
+                device=CPU,
+            ),
+        )
+        for rank, network in enumerate((FirstStage(), LastStage()))
+    ]
+    counting = Counting(InTurn([runner for runner, _ in stages]))  # type: ignore[arg-type]
+    found = generate(counting, CASES[name], overlap=False, num_stages=2)
+    same(found, want)
+    assert counting.executors["decode graph"] > 10
+    assert [backend.num_replays > 10 for _, backend in stages] == [True, True]
+    if name == "logprobs":  # the last stage computes prompt logprobs eagerly, the first does not
+        assert stages[0][1].num_replays > stages[1][1].num_replays
 
 
 @inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -120,3 +121,36 @@ def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
     gemm.calls.clear()
     gemm.linear(x, weight)
     assert gemm.calls == [Tiling(16, 8)]
+
+
+def test_ranks_take_the_choices_of_the_first_for_shapes_that_it_has() -> None:
+    """Shapes that only one of them has are of divided weights, and keep their own choice."""
+    common, of_first, of_second = (64, 128), (96, 128), (32, 128)
+    barrier, told = Barrier(2), [[], []]
+    gemms = []
+    for rank, own in enumerate((of_first, of_second)):
+
+        def agree(numbers: list[int], rank: int = rank) -> list[int]:
+            told[rank] = numbers
+            barrier.wait(10)
+            found = list(told[0])
+            barrier.wait(10)
+            return found
+
+        gemm = TunedGemm(agree)
+        gemm._measured = {common, own}
+        gemm._chosen = {
+            ("linear", common, 1): Tiling(16 << rank, 2, 8),
+            ("gated", own, 64): Tiling(64),
+        }
+        gemms.append(gemm)
+    gemms[0]._chosen["with a norm", common, 4] = Tiling(32, 4, 3)
+    gemms[1]._chosen["overlapped", common, 16] = Tiling(16)
+    threads = [Thread(target=gemm._adopt) for gemm in gemms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    chosen = {("linear", common, 1): Tiling(16, 2, 8), ("with a norm", common, 4): Tiling(32, 4, 3)}
+    assert gemms[0]._chosen == {**chosen, ("gated", of_first, 64): Tiling(64)}
+    assert gemms[1]._chosen == {**chosen, ("gated", of_second, 64): Tiling(64)}

@@ -7,6 +7,7 @@ weight is stored; the loader reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,16 @@ from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
 from windlass.quant.shard import Shard
+
+
+@runtime_checkable
+class FusingGroup(Protocol):
+    """A group whose sums may be followed by a norm in the same kernel."""
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
+        """Add the sum of all ranks' x to the residual stream and normalise: (normalised, residual)."""
+        ...
+
 
 MethodFor = Callable[[Iterable[str]], LinearMethod]  # from the names of a layer's parts
 
@@ -58,6 +69,13 @@ class Linear(StoredWeight):
         if bias is not None:
             num_out = sum(self.parts.values())
             self.bias = nn.Parameter(torch.empty(num_out, dtype=bias), requires_grad=False)
+
+    @property
+    def _fused_group(self) -> FusingGroup | None:
+        """The group that sums y and normalises the residual stream in one kernel, if it can."""
+        if not self.is_partial or self.bias is not None:
+            return None
+        return self.group if isinstance(self.group, FusingGroup) else None
 
     @property
     def plain_weights(self) -> list[Tensor]:
@@ -122,6 +140,9 @@ class Linear(StoredWeight):
             assert isinstance(x, Tensor)
             low = self.lora.begin(x, adapters)
             return self.lora.then(self.method.apply(self, x), low, adapters, residual, norm)
+        if adapters is None and self._fused_group is not None and norm.fusable:
+            y = self.method.apply(self, x)
+            return self._fused_group.all_reduce_norm(y, residual, norm)
         if adapters is not None or separate:
             return norm.add(self(x, adapters), residual, unquantised=adapters is not None)
         return self.method.then(self, x, residual, norm)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from windlass.parallel.mesh import Group, Mesh, PeerGroup, Sending, SingleRank
+from windlass.parallel.mesh import (
+    GpuGroups,
+    Group,
+    Mesh,
+    PeerGroup,
+    Sending,
+    SingleRank,
+    SymmetricMemory,
+)
 from windlass.parallel.place import Place
 
 # A rank that died is noticed by its closed link long before.
@@ -80,8 +88,23 @@ def _bytes(x: Tensor) -> Tensor:
 
 def least(group: Group, value: int) -> int:
     """The smallest of all ranks' values."""
-    every = group.all_gather(torch.tensor([value], dtype=torch.int64), [1] * group.size)
-    return int(every.min())
+    return min(_every(group, value))
+
+
+def first_numbers(
+    group: Group, own: Sequence[int], *, device: torch.device | None = None
+) -> list[int]:
+    """The numbers of the group's first rank. All ranks call this with their own."""
+    counts = _every(group, len(own), device)
+    if not any(counts):
+        return []
+    numbers = torch.tensor(own, dtype=torch.int64, device=device)
+    return [int(each) for each in group.all_gather(numbers, counts)[: counts[0]].tolist()]
+
+
+def _every(group: Group, value: int, device: torch.device | None = None) -> list[int]:
+    own = torch.tensor([value], dtype=torch.int64, device=device)
+    return [int(each) for each in group.all_gather(own, [1] * group.size).tolist()]
 
 
 def connect(place: Place) -> Mesh:
@@ -96,10 +119,8 @@ def connect(place: Place) -> Mesh:
         backend = c10d.ProcessGroupGloo(own, members.index(rank), len(members), timeout=_TIMEOUT)
         return GlooGroup(backend)
 
-    def connect_gpus(device: torch.device) -> Group:
-        from windlass.parallel.nccl import NcclGroup
-
-        return NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
+    def connect_gpus(device: torch.device) -> GpuGroups:
+        return _connect_gpus(place, store, sharing, device)
 
     only_gloo = place.parallel.distributed_backend == "gloo"
     stage, column = divmod(rank, tp)
@@ -111,6 +132,49 @@ def connect(place: Place) -> Mesh:
         world=group("world", range(size)),
         connect_gpus=None if only_gloo else connect_gpus,
         exchange=None if only_gloo else place.exchange,
+    )
+
+
+def _connect_gpus(
+    place: Place, store: c10d.Store, sharing: Group, device: torch.device
+) -> GpuGroups:
+    """Connect the ranks of tp and pp by NCCL. `sharing`: the ranks of tp, through host memory."""
+    from windlass.parallel.nccl import NcclGroup, share_memory, why_unreachable
+
+    tp, pp = place.parallel.tensor_parallel_size, place.parallel.pipeline_parallel_size
+    stage, column = divmod(place.rank, tp)
+    tp_group: Group = SingleRank()
+    pp_group: PeerGroup = SingleRank()
+    if pp > 1:
+        pp_group = NcclGroup(c10d.PrefixStore(f"nccl-pp-{column}", store), stage, pp)
+    if tp > 1:
+        tp_group = NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
+    why_not = None
+    if place.parallel.distributed_backend == "nccl":
+        why_not = "--distributed-backend nccl"
+    elif place.exchange is None:
+        why_not = "the ranks are on several machines"
+    else:
+        why_not = why_unreachable(device, tp)
+        if not least(sharing, why_not is None):  # all ranks must choose alike
+            why_not = why_not or "a GPU cannot read the memory of another"
+    name = f"symmetric-{stage}-{place.store_file}"  # a process may have several engines
+
+    def share(num_bytes: int) -> SymmetricMemory:
+        return share_memory(
+            c10d.PrefixStore(name, store),
+            column,
+            tp,
+            device=device,
+            num_bytes=num_bytes,
+            name=name,
+        )
+
+    return GpuGroups(
+        tp=tp_group,
+        pp=pp_group,
+        share_memory=share if why_not is None else None,
+        why_not_shared=why_not or "",
     )
 
 

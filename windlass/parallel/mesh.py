@@ -60,6 +60,26 @@ class PeerGroup(Group, Protocol):
         ...
 
 
+class SymmetricMemory(Protocol):
+    """A buffer of this rank that all GPUs of its group can read and write, and those of the others."""
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Of the buffers of all ranks, in this process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GpuGroups:
+    """Groups of ranks with a GPU each."""
+
+    tp: Group
+    pp: PeerGroup
+    # Makes symmetric memory of so many bytes for the ranks of tp. All of them call it.
+    share_memory: Callable[[int], SymmetricMemory] | None = None
+    why_not_shared: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SingleRank:
     """A group of one rank."""
@@ -97,8 +117,8 @@ class Mesh:
     pp: PeerGroup = field(default_factory=SingleRank)
     ep: Group = field(default_factory=SingleRank)
     world: Group = field(default_factory=SingleRank)
-    # Connects the ranks of tp by NCCL. All of them call it with their GPU, which none shares.
-    connect_gpus: Callable[[torch.device], Group] | None = None
+    # Connects the ranks of tp and pp by NCCL. All ranks call it with their GPU, which none shares.
+    connect_gpus: Callable[[torch.device], GpuGroups] | None = None
     exchange: Exchange | None = None  # shared memory of the ranks of tp, if they are on one machine
 
     @property

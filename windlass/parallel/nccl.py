@@ -1,8 +1,9 @@
-"""A process group of ranks with a GPU each, over NCCL."""
+"""Process groups of ranks with a GPU each: over NCCL, and memory that all of them can read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,24 +11,32 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from windlass.parallel.mesh import Sending
+
 # A rank that died is noticed by its closed link long before.
 _TIMEOUT = timedelta(minutes=30)
+_TAG = 0  # of tensors that one rank sends to another
 
 
 class NcclGroup:
     """Ranks whose collectives run on the current stream, and are captured with it.
 
     NCCL chooses an order of summation by the size of a tensor, so with more than two ranks a row's
-    result may depend on its batch. All ranks get the same bits.
+    result may depend on its batch. All ranks get the same bits. Tensors that one rank sends to another
+    travel on a stream of their own, in order, and receiving them orders the current stream behind it.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, store: c10d.Store, rank: int, size: int, device: torch.device | None = None
+    ) -> None:
+        """`device`: connect all ranks now. None: each pair connects when it first exchanges a tensor."""
         self.rank = rank
         self.size = size
         settings = c10d.ProcessGroupNCCL.Options()
         settings._timeout = _TIMEOUT
         self._backend: Any = c10d.ProcessGroupNCCL(store, rank, size, settings)
-        self._backend.eager_connect_single_device(device)
+        if device is not None:
+            self._backend.eager_connect_single_device(device)
         self._reduce, self._gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
         self._exchange = c10d.AllToAllOptions()
         for options in (self._reduce, self._gather, self._exchange):
@@ -51,3 +60,56 @@ class NcclGroup:
         sizes = (list(received), list(sent))
         self._backend.alltoall_base(found, x.contiguous(), *sizes, self._exchange)
         return found
+
+    def send(self, x: Tensor, to: int) -> Sending:
+        own = x.contiguous()
+        return _Sent(self._backend.send([own], to, _TAG), own)
+
+    def receive(self, into: Tensor, source: int) -> None:
+        self._backend.recv([into], source, _TAG).wait()  # the stream waits, not the host
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A tensor on its way, which must not be freed before."""
+
+    work: Any
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()  # the stream waits, not the host
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricMemory:
+    """A buffer of this rank that all GPUs of its group can read and write, and those of the others."""
+
+    buffer: Tensor
+    addresses: tuple[int, ...]  # of the buffers of all ranks, in this process
+    owners: tuple[Any, ...]  # keep the buffers of the others mapped
+
+
+def share_memory(
+    store: c10d.Store, rank: int, size: int, *, device: torch.device, num_bytes: int, name: str
+) -> SymmetricMemory:
+    """Allocate symmetric memory, all zeros. All ranks call this, and it returns when all have.
+
+    `name`: of the group, which no other group of this process has.
+    """
+    memory, group = c10d._SymmetricMemory, c10d.ProcessGroup(store, rank, size)
+    c10d._register_process_group(name, group)  # where the rendezvous looks for it
+    buffer = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+    buffer.zero_()
+    handle: Any = memory.rendezvous(buffer)
+    handle.barrier()  # all buffers are zero
+    torch.cuda.synchronize(device)
+    return SymmetricMemory(buffer, tuple(handle.buffer_ptrs), (handle, group))
+
+
+def why_unreachable(device: torch.device, size: int) -> str | None:
+    """Why this GPU cannot read the memory of all `size` neighbouring GPUs; None: it can."""
+    first = device.index - device.index % size
+    for other in range(first, first + size):
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+            return f"GPU {device.index} cannot read the memory of GPU {other}"
+    return None

@@ -161,6 +161,14 @@ class _Maker:
         self._limits = limits
         self._kv_format = kv_format
         self.choices: list[Choice] = []  # made while building the runner
+        parts = loaded.parts
+        self._pipeline = Pipeline(
+            parts.mesh.pp,
+            layers=range(0) if parts.stage is None else parts.stage.layers,
+            hidden_size=hparams.hidden_size,
+            dtype=parts.dtype,
+            device=parts.device,
+        )
 
     def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache."""
@@ -184,21 +192,14 @@ class _Maker:
             scratch=num_blocks,
             num_groups=len(kv_format.layout.groups),
         )
-        pipeline = Pipeline(
-            parts.mesh.pp,
-            layers=range(0) if parts.stage is None else parts.stage.layers,
-            hidden_size=self._hparams.hidden_size,
-            dtype=parts.dtype,
-            device=parts.device,
-        )
         runner_parts = RunnerParts(
             network=self._loaded.network,
             cache=cache,
             slots=slots,
-            sampling=self._sampling(slots) if pipeline.is_last else NoSampling(),
+            sampling=self._sampling(slots) if self._pipeline.is_last else NoSampling(),
             gemm=self._loaded.gemm,
             workers=parts.workers,
-            pipeline=pipeline,
+            pipeline=self._pipeline,
             pooler=self._pooler,
             coarse_prompts=self._rounds_coarsely(),
         )
@@ -285,6 +286,7 @@ class _Maker:
         rows = rehearsal(self._limits.max_num_batched_tokens, parts.max_positions, runner.padding)
         runner.run(StepPlan(rows, options=StepOptions(needs_all_hidden=True)))
         activations = torch.cuda.max_memory_allocated(device) - held
+        self._pipeline.drain()
         del runner
         _free_after_sync(device)
         return {"graphs": max(0, graphs), "activations": activations}

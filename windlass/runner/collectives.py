@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from windlass.core.card import Choice
+from windlass.kernels.gemm import Norm
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.native.commands import Call, Op
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.ops import Ops
 from windlass.parallel.groups import GlooGroup
-from windlass.parallel.mesh import Group, Mesh
+from windlass.parallel.mesh import GpuGroups, Group, Mesh, SymmetricMemory
 from windlass.parallel.segment import Exchange
 
 _WHAT = "collectives"
@@ -72,16 +74,75 @@ class SharedMemoryGroup:
         return self._sockets.all_to_all(x, sent=sent, received=received)
 
 
+class SymmetricMemoryGroup:
+    """Ranks whose GPUs read each other's memory: one kernel for sums of few rows.
+
+    `nccl`: the same ranks, for everything else.
+    """
+
+    def __init__(self, nccl: Group, memory: SymmetricMemory, device: torch.device) -> None:
+        from windlass.kernels.triton.all_reduce import SharedBuffers
+
+        self.rank, self.size = nccl.rank, nccl.size
+        self._nccl = nccl
+        self._memory = memory  # keeps it mapped
+        self._buffers = SharedBuffers.of(nccl.rank, memory.addresses, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._buffers.why_not(x) is not None:
+            return self._nccl.all_reduce(x)
+        return self._buffers.all_reduce(x)
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
+        """Add the sum of all ranks' x to the residual stream, and normalise it, in one kernel."""
+        if self._buffers.why_not(x) is not None:
+            return norm.add(self._nccl.all_reduce(x), residual)
+        return self._buffers.all_reduce_norm(x, residual, norm)
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return self._nccl.all_gather(x, widths)
+
+    def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._nccl.all_to_all(x, sent=sent, received=received)
+
+
+def _on_gpus(mesh: Mesh, ops: Ops) -> tuple[Mesh, list[Choice]]:
+    """The mesh with NCCL's groups, or with sums in symmetric memory where GPUs reach each other."""
+    if mesh.connect_gpus is None:
+        return mesh, [Choice(_WHAT, "gloo", "as set: through host memory, outside of graphs")]
+    device = torch.device("cuda", torch.cuda.current_device())
+    groups = mesh.connect_gpus(device)
+    choices = []
+    if mesh.pp.size > 1:
+        choices.append(Choice("stage links", "nccl", "point to point, between graphs"))
+    if mesh.tp.size == 1:
+        return replace(mesh, pp=groups.pp), choices
+    tp, choice = _sums(groups, ops, device)
+    ep = tp if mesh.ep is mesh.tp else mesh.ep
+    return replace(mesh, tp=tp, ep=ep, pp=groups.pp), [*choices, choice]
+
+
+def _sums(groups: GpuGroups, ops: Ops, device: torch.device) -> tuple[Group, Choice]:
+    from windlass.kernels.triton.all_reduce import BUFFER_BYTES, MAX_RANKS, MAX_ROWS
+
+    why_not = groups.why_not_shared
+    if groups.tp.size > MAX_RANKS:
+        why_not = f"more than {MAX_RANKS} ranks"
+    elif not ops.is_triton:
+        why_not = "the kernels are plain"
+    if why_not or groups.share_memory is None:
+        return groups.tp, Choice(_WHAT, "nccl", f"no symmetric memory: {why_not}")
+    shared = SymmetricMemoryGroup(groups.tp, groups.share_memory(BUFFER_BYTES), device)
+    value = f"symmetric memory for up to {MAX_ROWS} rows, nccl for more"
+    return shared, Choice(_WHAT, value, f"the GPUs of the {groups.tp.size} ranks reach each other")
+
+
 def choose_collectives(mesh: Mesh, ops: Ops, device: torch.device) -> tuple[Mesh, list[Choice]]:
-    """The mesh with the fastest tensor-parallel group, and the start-up line."""
+    """The mesh with the fastest groups, and the start-up lines."""
+    if device.type == "cuda" and isinstance(mesh.world, GlooGroup):
+        return _on_gpus(mesh, ops)
     if mesh.tp.size == 1 or not isinstance(mesh.tp, GlooGroup):
         return mesh, []
-    if device.type == "cuda":
-        if mesh.connect_gpus is None:
-            return mesh, [Choice(_WHAT, "gloo", "as set: through host memory, without graphs")]
-        nccl = mesh.connect_gpus(torch.device("cuda", torch.cuda.current_device()))
-        chosen = Choice(_WHAT, "nccl", f"the {nccl.size} ranks have a GPU each")
-        return replace(mesh, tp=nccl, ep=nccl if mesh.ep is mesh.tp else mesh.ep), [chosen]
     if ops.native is None:
         return mesh, [Choice(_WHAT, "gloo", "no operation is native")]
     if mesh.exchange is None:

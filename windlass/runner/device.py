@@ -170,7 +170,8 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
 def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
     """Make this rank's GPU the current one. Returns the config to build the rank with.
 
-    Ranks that exchange tensors through host memory may share a GPU, and cannot be captured.
+    Ranks that exchange tensors through host memory may share a GPU. Their sums cannot be captured; stages
+    exchange tensors between the graphs.
     """
     parallel = config.parallel
     backend = parallel.distributed_backend
@@ -186,7 +187,7 @@ def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
             "which is slow."
         )
     torch.cuda.set_device(place.local_rank % count)
-    if backend != "gloo":
+    if backend != "gloo" or parallel.tensor_parallel_size == 1:
         return config
     return replace(config, model=replace(config.model, enforce_eager=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from windlass.config import AUTO, EngineConfig, ModelConfig, ParallelConfig
 from windlass.core.card import Choice
 from windlass.core.expert_load import check_placements, read_placements
 from windlass.core.moe import ExpertPlacement
-from windlass.errors import ConfigError, UnsupportedError
+from windlass.errors import ConfigError
 from windlass.kernels.experts import ExpertKernels, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
@@ -36,7 +37,8 @@ from windlass.models.rank_weights import (
     smallest_fit,
 )
 from windlass.models.share import share_weights
-from windlass.parallel.mesh import Mesh
+from windlass.parallel.groups import first_numbers
+from windlass.parallel.mesh import Group, Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
 from windlass.runner.collectives import choose_collectives
@@ -110,7 +112,7 @@ def make_blueprint(
     linears = Linears(
         device,
         dtype,
-        gemm or _gemm(ops),
+        gemm or _gemm(ops, mesh.tp, device),
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
         w4a8=config.model.quantization == "w4a8",
@@ -231,11 +233,8 @@ def load_network(
     if blueprint.parts.mesh.ep.size > 1:
         combines = [each for each in network.modules() if isinstance(each, ExpertCombine)]
         choices += dict.fromkeys(each.choice for each in combines)
-    if plain and parts.mesh.world.size == 1:
+    if plain and (parts.mesh.world.size == 1 or parts.device.type == "cuda"):
         choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
-    elif plain and parts.device.type == "cuda":
-        # Timed choices could differ, and with them the bits of values that every rank computes.
-        choices.append(Choice("GEMM", "cuBLAS", "not timed: all ranks must choose alike"))
     return Loaded(
         config=config.model,
         network=network,
@@ -261,11 +260,6 @@ def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, l
     count = parts.mesh.pp.size
     if count == 1:
         return parts, []
-    if parts.device.type != "cpu":
-        raise UnsupportedError(
-            f"--pipeline-parallel-size {count}: the stages of a model run on CPUs in this version. Use "
-            "--device cpu, or one GPU."
-        )
     mesh = parts.mesh
     shape = RankShape(tp=mesh.tp.size, pp=count, expert_parallel=mesh.ep.size > 1)
     network = rank_network(hparams, parts, shape)
@@ -356,12 +350,14 @@ def memory(layers: Sequence[StoredWeight]) -> list[Choice]:
     ]
 
 
-def _gemm(ops: Ops) -> TorchGemm:
+def _gemm(ops: Ops, sharing: Group, device: torch.device) -> TorchGemm:
     if not ops.is_triton:
         return TorchGemm()
     from windlass.kernels.triton.gemm import TunedGemm
 
-    return TunedGemm()
+    if sharing.size == 1:
+        return TunedGemm()
+    return TunedGemm(partial(first_numbers, sharing, device=device))
 
 
 def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:

@@ -42,8 +42,9 @@ class Pipeline:
         self._dtype = dtype
         self._device = device
         self._sent: deque[Sending] = deque()
+        self.num_stages = self._ranks.size
         self.is_first = self._ranks.rank == 0
-        self.is_last = self._ranks.rank == self._ranks.size - 1
+        self.is_last = self._ranks.rank == self.num_stages - 1
 
     def enter(self, ids: Tensor, aux_hidden_states: dict[int, Tensor]) -> Tensor:
         """The network's inputs: token ids on the first stage, else the residual stream.
@@ -73,14 +74,22 @@ class Pipeline:
     def receive(self, num_tokens: int, *streams: int) -> Tensor:
         """The residual stream of the stage before, in the order of the plans."""
         x = self.empty(num_tokens, *streams)
-        self._ranks.receive(x, self._ranks.rank - 1)
+        self.receive_into(x)
         return x
+
+    def receive_into(self, x: Tensor) -> None:
+        """As `receive`, of the shape of `x`."""
+        self._ranks.receive(x, self._ranks.rank - 1)
 
     def send(self, x: Tensor) -> None:
         """Pass the residual stream on without waiting. The caller leaves `x` as it is."""
         self._sent.append(self._ranks.send(x, self._ranks.rank + 1))
         # Only so many plans are in flight, so the oldest one has left this stage.
-        while len(self._sent) > self._ranks.size:
+        self.drain(self.num_stages)
+
+    def drain(self, num_left: int = 0) -> None:
+        """Wait until no more than `num_left` hidden states are being sent."""
+        while len(self._sent) > num_left:
             self._sent.popleft().wait()
 
 

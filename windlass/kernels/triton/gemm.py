@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, fields
 from functools import partial
 
 import torch
@@ -44,6 +45,9 @@ _MARGIN = 1.04
 _SMALL_MARGIN = 1.25  # such a kernel takes about as long as it waits for the previous one
 _COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
+_KINDS = ("linear", "with a norm", "gated", "overlapped")
+_NUMBERS = 4 + len(fields(Tiling))  # of a choice: kind, shape, bucket and tiling
+
 Shape = tuple[int, ...]
 _Key = tuple[str, Shape, int]
 
@@ -51,8 +55,10 @@ _Key = tuple[str, Shape, int]
 class TunedGemm(TorchGemm):
     """Owns the tilings chosen by shape and row count, and the workspace of split-K GEMMs."""
 
-    def __init__(self) -> None:
+    def __init__(self, agree: Callable[[list[int]], list[int]] | None = None) -> None:
+        """`agree`: returns the numbers of one rank on all ranks that share layers; None: one rank."""
         super().__init__()
+        self._agree = agree
         self._chosen: dict[_Key, Tiling] = {}
         self._measured: set[Shape] = set()
         self._measured_overlapped: set[Shape] = set()
@@ -122,6 +128,7 @@ class TunedGemm(TorchGemm):
             if _supports(weight) and tuple(weight.shape) not in self._measured:
                 by_shape[tuple(weight.shape)].append(weight)
         if not by_shape and not self._measured:
+            self._adopt()
             return "torch", "the skinny kernels support no weight of this model"
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
@@ -130,6 +137,7 @@ class TunedGemm(TorchGemm):
             for rows in _MEASURED_AT:
                 self._tune_shape(shape, group, rows)
         self._measured.update(by_shape)
+        self._adopt()
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         of = f"of {len(_MEASURED_AT) * len(self._measured)} shapes and batch sizes"
@@ -152,6 +160,30 @@ class TunedGemm(TorchGemm):
                 x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
                 self._tune_shape_overlapped(overlap, shape, group, x)
         self._measured_overlapped.update(by_shape)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take the choices of the first rank for the shapes that it has.
+
+        Ranks that compute the same values must sum in the same order. A shape that only some ranks have
+        is of a weight that is divided among them.
+        """
+        if self._agree is None:
+            return
+        known = [number for shape in self._measured for number in shape]
+        shapes = set(_in_pairs(self._agree(known)))
+        own = [
+            number
+            for (kind, shape, bucket), tiling in self._chosen.items()
+            for number in (_KINDS.index(kind), *shape, bucket, *astuple(tiling))
+        ]
+        found = self._agree(own)
+        chosen = {key: tiling for key, tiling in self._chosen.items() if key[1] not in shapes}
+        for at in range(0, len(found), _NUMBERS):
+            kind, n, k, bucket, *tiling = found[at : at + _NUMBERS]
+            if (n, k) in self._measured:
+                chosen[_KINDS[kind], (n, k), bucket] = Tiling(*tiling)
+        self._chosen = chosen
 
     def _tune_shape_overlapped(
         self, overlap: dict[int, OverlappedGemm], shape: Shape, group: list[Tensor], x: Tensor
@@ -231,6 +263,10 @@ def _with(
     weight: Tensor,
 ) -> Tensor:
     return skinny_gemm(x, weight, tiling)
+
+
+def _in_pairs(numbers: list[int]) -> Iterator[Shape]:
+    return zip(numbers[::2], numbers[1::2], strict=True)
 
 
 def _bucket(rows: int) -> int:

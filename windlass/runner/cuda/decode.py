@@ -19,11 +19,11 @@ from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.storages import Held
-from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
+from windlass.runner.cuda.graphs import Graph, GraphSet
 from windlass.runner.cuda.metadata import DeviceMetadata
-from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.eager import RunnerParts
-from windlass.runner.executor import Executor, PendingStep, SampledStep
+from windlass.runner.executor import Executor, PendingStep
 from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.slots import SlotTables
 
@@ -48,7 +48,8 @@ class DecodeShape:
         return 5 if self.adapted else 4
 
 
-Compute = Callable[[DecodeShape, Tensor], tuple[Tensor, Tensor]]  # (tokens, logits) of a step
+# (tokens, logits) of a step, or (hidden states,) on a stage before the last
+Compute = Callable[[DecodeShape, Tensor], tuple[Tensor, ...]]
 
 
 class DecodeGraphs(Executor):
@@ -57,22 +58,22 @@ class DecodeGraphs(Executor):
     name = "decode graph"
 
     def __init__(
-        self, compute: Compute, sampler: DeviceSampler, slots: SlotTables, max_rows: int
+        self, compute: Compute, stage: GraphStage, slots: SlotTables, max_rows: int
     ) -> None:
         """`max_rows`: the largest batch to capture."""
-        self._sampler = sampler
+        self._stage = stage
         self._slots = slots
         self._padding = np.array([[0], [0], [slots.num_slots], [-1], [0]], dtype=np.int32)
         self._sizes = graph_sizes(max_rows)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
-        self._inputs = StagedInputs(sampler.backend, 5 * self._sizes[-1], sampler.device)
-        self._graphs: GraphSet[DecodeShape, tuple[Tensor, Tensor]] = GraphSet(
-            sampler.backend, lambda shape: compute(shape, self._inputs.on_device)
+        self._inputs = stage.staged_inputs(5 * self._sizes[-1])
+        self._graphs: GraphSet[DecodeShape, tuple[Tensor, ...]] = GraphSet(
+            stage.backend, lambda shape: compute(shape, self._inputs.on_device)
         )
         for size in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
             self._capture(DecodeShape(size))
 
-    def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, Tensor]]:
+    def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, ...]]:
         self._view(shape)[:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * shape.size)
         return self._graphs.capture(shape)
@@ -82,7 +83,8 @@ class DecodeGraphs(Executor):
         return self._inputs.stage()[:numbers].reshape(shape.numbers, shape.size)
 
     def storages(self) -> Iterator[Held]:
-        return self._inputs.storages()
+        yield from self._inputs.storages()
+        yield from self._stage.storages()
 
     def refuses(self, shape: StepShape) -> str | None:
         if not shape.decodes or shape.max_row_tokens > 1:
@@ -114,18 +116,17 @@ class DecodeGraphs(Executor):
             view[4, :count] = inputs.adapters
         view[:, count:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * size)
-        graph.replay()
-        return SampledStep(inputs, self._sampler.collect(inputs, *graph.outputs))
+        return self._stage.run(graph, inputs)
 
 
-def decode_forward(parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceMetadata) -> Compute:
+def decode_forward(parts: RunnerParts, stage: GraphStage, metadata: DeviceMetadata) -> Compute:
     """The computation of a decode step, from packed inputs to tokens and logits."""
     from windlass.kernels.triton import pdl
     from windlass.kernels.triton.sample import decode_inputs_kernel
 
     slots = parts.slots
 
-    def compute(shape: DecodeShape, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(shape: DecodeShape, inputs: Tensor) -> tuple[Tensor, ...]:
         size = shape.size
         # Aligned rows for every size: Triton compiles another variant for unaligned pointers.
         aligned = (3, -(-size // 4) * 4)
@@ -161,7 +162,10 @@ def decode_forward(parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceM
         )
         gemm, network = parts.gemm, parts.network
         with gemm.batch_invariant(shape.batch_invariant), gemm.overlapped(shape.adapted):
-            logits = network.logits(network(ids, batch), adapters)
-        return sampler.draw(logits, row_slots, positions), logits
+            hidden = network(stage.inputs(ids), batch)
+            if stage.sampler is None:
+                return (hidden,)
+            logits = network.logits(hidden, adapters)
+        return stage.sampler.draw(logits, row_slots, positions), logits
 
     return compute

@@ -9,9 +9,9 @@ from windlass.kernels.triton.attention import tile_tokens
 from windlass.kernels.triton.latent import decode_parts
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
 from windlass.runner.cuda.metadata import DeviceMetadata
-from windlass.runner.cuda.mixed import MixedForward, MixedGraphs
+from windlass.runner.cuda.mixed import MixedForward, MixedGraphs, mixed_sizes
+from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.cuda.verify import MAX_POSITIONS, VerifyForward, VerifyGraphs
-from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, RunnerParts
 from windlass.runner.executor import Executor
 
@@ -27,36 +27,37 @@ def cuda_executors(
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
+    Several stages verify eagerly: draft tokens cannot be verified before they were planned.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
     `max_draft_tokens`: 0 if there is no speculation.
     """
-    sampler = parts.sampling
-    assert isinstance(sampler, DeviceSampler)
     metadata = DeviceMetadata(
         parts.slots,
         tile=tile_tokens(heads.group),
         num_kv_heads=decode_parts(heads.num_q) if latent else heads.num_kv,
         num_positions=max(MAX_POSITIONS, 1 + max_draft_tokens),
-        multiprocessors=torch.cuda.get_device_properties(sampler.device).multi_processor_count,
+        multiprocessors=torch.cuda.get_device_properties(parts.slots.device).multi_processor_count,
     )
     eager = EagerExecutor(parts, metadata)
     if not max_rows:
         return [eager]
+    stage = GraphStage(parts, max(max_rows, mixed_sizes(max_tokens)[-1]))
     mixed = MixedGraphs(
-        MixedForward(parts, sampler, metadata),
-        sampler,
+        MixedForward(parts, stage, metadata),
+        stage,
         parts.slots,
         tile=metadata.tile,
         max_tokens=max_tokens,
         draft_length=max_draft_tokens,
     )
-    decode = DecodeGraphs(decode_forward(parts, sampler, metadata), sampler, parts.slots, max_rows)
-    if not max_draft_tokens:
+    decode = DecodeGraphs(decode_forward(parts, stage, metadata), stage, parts.slots, max_rows)
+    if not max_draft_tokens or not stage.is_whole:
         return [decode, mixed, eager]
+    assert stage.sampler is not None
     verify = VerifyGraphs(
-        VerifyForward(parts, sampler, metadata, max_draft_tokens),
-        sampler,
+        VerifyForward(parts, stage.sampler, metadata, max_draft_tokens),
+        stage.sampler,
         parts.slots,
         max_rows=max_rows,
         max_draft_tokens=max_draft_tokens,

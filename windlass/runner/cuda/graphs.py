@@ -102,18 +102,18 @@ class GraphSet(Generic[Key, Outputs]):
 
 
 class StagedInputs:
-    """Owns an int32 buffer on the device and two on the host, one of which may be in flight."""
+    """Owns an int32 buffer on the device and some on the host: all but one may be in flight."""
 
-    def __init__(self, backend: Backend, size: int, device: torch.device) -> None:
+    def __init__(self, backend: Backend, size: int, device: torch.device, num_host: int) -> None:
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._on_host = [backend.host_buffer(size) for _ in "ab"]
+        self._on_host = [backend.host_buffer(size) for _ in range(num_host)]
 
     def storages(self) -> Iterator[Held]:
         return held("tables", self.on_device, *self._on_host)
 
     def stage(self) -> NDArray[Any]:
         """The host buffer to fill for the next step."""
-        self._on_host.reverse()
+        self._on_host.append(self._on_host.pop(0))
         return self._on_host[0].numpy()
 
     @property

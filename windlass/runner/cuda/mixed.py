@@ -23,10 +23,10 @@ from windlass.kernels.storages import Held
 from windlass.runner.adapters import lora_tiles
 from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
 from windlass.runner.cuda.metadata import DeviceMetadata, attention_tiles
-from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.eager import RunnerParts
-from windlass.runner.executor import Executor, PendingStep, SampledStep
+from windlass.runner.executor import Executor, PendingStep
 from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.slots import SlotTables
 
@@ -157,11 +157,14 @@ def _put(target: Tensor, values: Sequence[object] | NDArray[Any], padding: objec
 
 
 class Forward(Protocol):
-    """Computes a mixed step: tokens, followed by draft tokens if the graph drafts, and logits."""
+    """Computes a mixed step: tokens, followed by draft tokens if the graph drafts, and logits.
+
+    A stage before the last returns the hidden states of all tokens.
+    """
 
     def attach(self, drafter: Drafter) -> None: ...
 
-    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, ...]: ...
 
 
 class MixedGraphs(Executor):
@@ -172,7 +175,7 @@ class MixedGraphs(Executor):
     def __init__(
         self,
         forward: Forward,
-        sampler: DeviceSampler,
+        stage: GraphStage,
         slots: SlotTables,
         *,
         tile: int,
@@ -184,21 +187,21 @@ class MixedGraphs(Executor):
         `draft_length`: draft tokens per row that graphs with a drafter make.
         """
         self._forward = forward
-        self._sampler = sampler
+        self._stage = stage
         self._slots = slots
         self._padding = slots.num_slots  # the slot of padding rows
         self._tile = tile
         self._sizes = mixed_sizes(max_tokens)
         self._draft_length = draft_length
         self._inputs: dict[GraphShape, StagedInputs] = {}
-        self._graphs: GraphSet[GraphShape, tuple[Tensor, Tensor]] = GraphSet(
-            sampler.backend, self._run
-        )
+        self._graphs: GraphSet[GraphShape, tuple[Tensor, ...]] = GraphSet(stage.backend, self._run)
         self.max_mixed_tokens = self._sizes[-1] - 1  # the last is padding
         for tokens in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
             self._capture(self._shape(tokens))
 
     def attach(self, drafter: Drafter) -> None:
+        if not self._stage.is_whole:
+            return
         self._forward.attach(drafter)
         for tokens in reversed(self._sizes):
             self._capture(self._shape(tokens, draft_length=self._draft_length))
@@ -212,7 +215,7 @@ class MixedGraphs(Executor):
             tokens=tokens, rows=rows, tile=self._tile, adapted=adapted, drafting=draft_length
         )
 
-    def _capture(self, shape: GraphShape) -> Graph[tuple[Tensor, Tensor]]:
+    def _capture(self, shape: GraphShape) -> Graph[tuple[Tensor, ...]]:
         inputs = self._staged(shape)
         graph = self._graphs.get(shape)
         if graph is None:
@@ -224,12 +227,10 @@ class MixedGraphs(Executor):
 
     def _staged(self, shape: GraphShape) -> StagedInputs:
         if shape not in self._inputs:
-            self._inputs[shape] = StagedInputs(
-                self._sampler.backend, shape.numbers, self._sampler.device
-            )
+            self._inputs[shape] = self._stage.staged_inputs(shape.numbers)
         return self._inputs[shape]
 
-    def _run(self, shape: GraphShape) -> tuple[Tensor, Tensor]:
+    def _run(self, shape: GraphShape) -> tuple[Tensor, ...]:
         return self._forward(shape, shape.parts(self._staged(shape).on_device))
 
     def storages(self) -> Iterator[Held]:
@@ -237,22 +238,29 @@ class MixedGraphs(Executor):
             yield from inputs.storages()
 
     def refuses(self, shape: StepShape) -> str | None:
-        if shape.needs_all_hidden or shape.scores_prompts:
-            return "all hidden states are read"
-        if shape.pools:
-            return "hidden states are pooled"
         if shape.batch_invariant:
             return "a row is deterministic"
-        if shape.has_drafts:
-            return "a row verifies draft tokens"
-        if shape.draft_length and shape.special_sampling:
-            return "heads draft after tokens that are sampled again"
+        if shape.draft_length and not self._stage.is_whole:
+            return "heads draft behind several stages"
+        if self._stage.is_last and (why := self._refuses_results(shape)):
+            return why
         graph = self._for(shape)
         if graph is None:
             return "more tokens than captured"
         if shape.num_rows > graph.rows:
             return "more rows than captured"
         return "more chunks than captured" if shape.num_chunks > graph.chunks else None
+
+    def _refuses_results(self, shape: StepShape) -> str | None:
+        if shape.needs_all_hidden or shape.scores_prompts:
+            return "all hidden states are read"
+        if shape.pools:
+            return "hidden states are pooled"
+        if shape.has_drafts:
+            return "a row verifies draft tokens"
+        if shape.draft_length and shape.special_sampling:
+            return "heads draft after tokens that are sampled again"
+        return None
 
     def _for(self, shape: StepShape) -> GraphShape | None:
         """The shape of the smallest graph with a token left for padding."""
@@ -270,25 +278,22 @@ class MixedGraphs(Executor):
         staged.stage()
         shape.fill(staged.staged, inputs, self._padding)
         staged.send()
-        graph.replay()
-        return SampledStep(inputs, self._sampler.collect(inputs, *graph.outputs))
+        return self._stage.run(graph, inputs)
 
 
 class MixedForward:
     """Computes a mixed step with the network and the drafter."""
 
-    def __init__(
-        self, parts: RunnerParts, sampler: DeviceSampler, metadata: DeviceMetadata
-    ) -> None:
+    def __init__(self, parts: RunnerParts, stage: GraphStage, metadata: DeviceMetadata) -> None:
         self._parts = parts
-        self._sampler = sampler
+        self._stage = stage
         self._metadata = metadata
         self._drafter: Drafter | None = None
 
     def attach(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, Tensor]:
+    def __call__(self, shape: GraphShape, arrays: Arrays) -> tuple[Tensor, ...]:
         parts, metadata = self._parts, self._metadata
         ids, positions, token_slots = arrays.tokens
         adapters, of_indices = shape.adapters(arrays)
@@ -311,10 +316,13 @@ class MixedForward:
         ids = parts.slots.fill_last(ids, token_slots)
         drafter = self._drafter if shape.drafting else None
         aux_hidden_states = {} if drafter is None else dict.fromkeys(drafter.layers, ids)
-        hidden = parts.network(ids, batch, aux_hidden_states)
+        hidden = parts.network(self._stage.inputs(ids), batch, aux_hidden_states)
+        sampler = self._stage.sampler
+        if sampler is None:
+            return (hidden,)
         logits = parts.network.logits(hidden, of_indices)
         at = arrays.logits_indices
-        tokens = self._sampler.draw(logits, token_slots[at], positions[at])
+        tokens = sampler.draw(logits, token_slots[at], positions[at])
         if drafter is None:
             return tokens, logits
         following = ids.roll(-1)

@@ -1,0 +1,61 @@
+"""What the captured graphs of a pipeline stage read and return.
+
+Hidden states are exchanged between the graphs, not inside them: a graph has a fixed size, and the
+stages exchange the tokens of the plan, whichever executor each of them chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from windlass.kernels.storages import Held, held
+from windlass.runner.cuda.graphs import Backend, CudaBackend, Graph, StagedInputs
+from windlass.runner.device_sampler import DeviceSampler
+from windlass.runner.eager import RunnerParts
+from windlass.runner.executor import PASSED_ON, PendingStep, SampledStep
+from windlass.runner.inputs import StepInputs
+
+
+class GraphStage:
+    """Owns the hidden states that the graphs of a stage after the first read."""
+
+    def __init__(self, parts: RunnerParts, max_tokens: int, backend: Backend | None = None) -> None:
+        """`max_tokens`: of the largest graph. `backend`: of a stage that does not sample."""
+        sampling, self._pipeline = parts.sampling, parts.pipeline
+        self.sampler = sampling if isinstance(sampling, DeviceSampler) else None
+        self.backend = backend or CudaBackend() if self.sampler is None else self.sampler.backend
+        self.is_last = self._pipeline.is_last
+        self._device = parts.slots.device
+        self._hidden: Tensor | None = None
+        if not self._pipeline.is_first:
+            self._hidden = self._pipeline.empty(max_tokens).zero_()  # padding rows read it, too
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stage computes all layers."""
+        return self._hidden is None and self.is_last
+
+    def storages(self) -> Iterator[Held]:
+        return held("tables", self._hidden)
+
+    def staged_inputs(self, size: int) -> StagedInputs:
+        """Input buffers: one on the host for every plan that may be in flight."""
+        return StagedInputs(self.backend, size, self._device, max(2, self._pipeline.num_stages))
+
+    def inputs(self, ids: Tensor) -> Tensor:
+        """What the network reads: token ids, or a copy of the hidden states, which layers change."""
+        return ids if self._hidden is None else self._hidden[: len(ids)].clone()
+
+    def run(self, graph: Graph[tuple[Tensor, ...]], inputs: StepInputs) -> PendingStep:
+        """Replay a graph whose other inputs are in place."""
+        count = inputs.shape.num_tokens
+        if self._hidden is not None:
+            self._pipeline.receive_into(self._hidden[:count])
+        graph.replay()
+        if self.sampler is not None:
+            return SampledStep(inputs, self.sampler.collect(inputs, *graph.outputs))
+        (hidden,) = graph.outputs
+        self._pipeline.send(hidden[:count].clone())  # the next replay overwrites it
+        return PASSED_ON
