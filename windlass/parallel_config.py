@@ -46,7 +46,8 @@ class ParallelConfig:
     distributed_backend: DistributedBackend = option(
         "auto",
         "How ranks exchange tensors: nccl between GPUs, gloo through host memory, which is slow and also "
-        "works for ranks that share a GPU. auto: nccl on GPUs, shared memory on a CPU.",
+        "works for ranks that share a GPU. auto: on GPUs nccl, and symmetric memory for small sums where "
+        "the GPUs reach each other; shared memory on a CPU.",
     )
     nnodes: int = option(1, "Number of machines that share the model; this version supports one.")
     node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")

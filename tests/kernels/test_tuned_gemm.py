@@ -126,14 +126,14 @@ def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
 def test_ranks_take_the_choices_of_the_first_for_shapes_that_it_has() -> None:
     """Shapes that only one of them has are of divided weights, and keep their own choice."""
     common, of_first, of_second = (64, 128), (96, 128), (32, 128)
-    barrier, told = Barrier(2), [[], []]
+    barrier, given = Barrier(2), [[], []]
     gemms = []
     for rank, own in enumerate((of_first, of_second)):
 
         def agree(numbers: list[int], rank: int = rank) -> list[int]:
-            told[rank] = numbers
+            given[rank] = numbers
             barrier.wait(10)
-            found = list(told[0])
+            found = list(given[0])
             barrier.wait(10)
             return found
 

@@ -97,7 +97,8 @@ def share_memory(
     `name`: of the group, which no other group of this process has.
     """
     memory, group = c10d._SymmetricMemory, c10d.ProcessGroup(store, rank, size)
-    c10d._register_process_group(name, group)  # where the rendezvous looks for it
+    register: Any = c10d._register_process_group
+    register(name, group)  # where the rendezvous looks for it
     buffer = memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
     buffer.zero_()
     handle: Any = memory.rendezvous(buffer)
