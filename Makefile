@@ -9,12 +9,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast lint bench
+.PHONY: help serve test test-fast test-clients lint bench
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 serve: $(STAMP) ## Serve a model: make serve MODEL=org/name ARGS="--port 9000" (no MODEL: the default)
 	$(BIN)/windlass serve $(MODEL) $(ARGS)
@@ -33,6 +34,9 @@ FAST := tests/core tests/quant tests/test_engine.py tests/test_folders.py tests/
 test-fast: $(STAMP) ## Run the tests for every save, about a minute
 	$(BIN)/python -m pytest $(FAST) $(ARGS)
 
+test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with client libraries, which get an environment of their own
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,6 +45,11 @@ lint: $(STAMP) ## Check style, format and types
 bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching --num-requests 8"
 	$(BIN)/windlass bench levers $(ARGS)
 	$(BIN)/windlass bench tables
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --disable-pip-version-check -r $<
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Install it, or run make PYTHON=..." >&2; exit 1; }

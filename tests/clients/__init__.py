@@ -1,0 +1,1 @@
+"""Client libraries against real servers."""
