@@ -277,6 +277,11 @@ class ServeConfig:
     chat_template: str | None = option(
         None, "File with a Jinja template that replaces the model's."
     )
+    score_template: str | None = option(
+        None,
+        "File with a Jinja template that writes a query and a document into the prompt of a model that "
+        "scores pairs; its `messages` have the roles query and document.",
+    )
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {}, "JSON object with variables for every chat template."
     )
@@ -396,8 +401,10 @@ class ServeConfig:
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both.")
-        if self.chat_template is not None and not Path(self.chat_template).is_file():
-            raise ConfigError(f"--chat-template: no such file: {self.chat_template}")
+        for name in ("chat_template", "score_template"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{flag(name)}: no such file: {path}")
 
     def _check_transport(self) -> None:
         at_least(self, 1, "max_url_bytes", "max_header_bytes", "max_header_fields")

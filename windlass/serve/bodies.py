@@ -70,6 +70,22 @@ def _printable(text: str) -> str:
     return "".join(char if " " <= char <= "~" else f"\\u{ord(char):04x}" for char in text)
 
 
+def request_id_header(request: Request, response_id: str, config: ServeConfig) -> dict[str, str]:
+    """The header with the request's id; raises if the id cannot be one."""
+    given = request.headers.get("x-request-id")
+    if given is not None:
+        return {"X-Request-Id": given}
+    if not config.enable_request_id_headers:
+        return {}
+    if not (response_id.isascii() and response_id.isprintable()):
+        raise RequestError(
+            f"request_id {response_id!r} cannot be sent back as X-Request-Id: a header has printable "
+            "ASCII only. Use letters, digits and -.",
+            "request_id",
+        )
+    return {"X-Request-Id": response_id}
+
+
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:
     """Decode a body with `read`, in a thread if it is large."""
     if len(raw) <= INLINE_BYTES:

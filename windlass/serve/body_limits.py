@@ -31,6 +31,10 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIAS = 16_384
 MAX_CACHE_SALT_CHARS = 256
 
+# Embeddings, scores, reranking
+MAX_INPUTS = 2_048
+MAX_TOTAL_NUMBERS = 2**23  # of all vectors of one answer
+
 # Structured outputs
 MAX_FORM_CHARS = 65_536  # of a schema, a regex, a grammar, all choices together
 MAX_CHOICES = 4_096

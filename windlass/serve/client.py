@@ -349,7 +349,9 @@ class EngineClient:
     def _finished(self, flight: _Flight, output: Output) -> None:
         flight.has_finished = True
         if self._router is not None:
-            num_output = output.timeline.num_output if output.timeline is not None else None
+            num_output = None
+            if output.timeline is not None and output.pooled is None:
+                num_output = output.timeline.num_output
             self._router.ended(output.request_id, num_output)
 
     def on_refused(self, replica: Replica, refused: messages.Refused) -> None:

@@ -6,18 +6,23 @@ common to them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.core.types import BATCH_PRIORITY
-from windlass.errors import EngineError, RequestError
+from windlass.errors import RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
-from windlass.serve.bodies import read_as, relaxed_header, reply, unknown_fields_header
+from windlass.serve.bodies import (
+    read_as,
+    relaxed_header,
+    reply,
+    request_id_header,
+    unknown_fields_header,
+)
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import BATCH_OWNER, cache_salt_of, key_name
@@ -26,7 +31,7 @@ from windlass.serve.ollama_format import OllamaFormat
 from windlass.serve.openai_format import OpenAIFormat
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest
-from windlass.serve.response import ClientDisconnected, CompletionResponse, ResponseFormat
+from windlass.serve.response import CompletionResponse, ResponseFormat, ended_on_error
 from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
@@ -161,7 +166,7 @@ class Generation:
         """Every exit from here, and from the stream that it may return, ends the ticket."""
         services = self._services
         ticket = services.desk.open_ticket(request.url.path)
-        try:
+        with ended_on_error(ticket):
             services.desk.check_open()
             owner = self._owner(request)
             call = await read_as(request, lambda raw: read(raw, owner), services)
@@ -175,7 +180,8 @@ class Generation:
                 body = body.model_copy(update={"priority": BATCH_PRIORITY})
             prepared = await self._prepare(body)
             request.state.response_id = prepared.response_id
-            headers = self._headers(request, prepared) | unknown_fields_header(request)
+            headers = request_id_header(request, prepared.response_id, services.config)
+            headers |= unknown_fields_header(request)
             headers |= relaxed_header(request, prepared.relaxed)
             services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
@@ -194,32 +200,8 @@ class Generation:
             )
             send = completion.stream if body.stream else completion.send_whole
             response = await send(request)
-        except EngineError as error:
-            ticket.end_with(error)
-            raise
-        except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
-            ticket.end("aborted")
-            raise
-        except BaseException:
-            ticket.end("error")
-            raise
         response.headers.update(headers)
         return response
-
-    def _headers(self, request: Request, prepared: Prepared) -> dict[str, str]:
-        """Extra response headers; raises before anything is computed."""
-        given = request.headers.get("x-request-id")
-        if given is not None:
-            return {"X-Request-Id": given}
-        if not self._services.config.enable_request_id_headers:
-            return {}
-        if not (prepared.response_id.isascii() and prepared.response_id.isprintable()):
-            raise RequestError(
-                f"request_id {prepared.response_id!r} cannot be sent back as X-Request-Id: a header "
-                "has printable ASCII only. Use letters, digits and -.",
-                "request_id",
-            )
-        return {"X-Request-Id": prepared.response_id}
 
     async def _prepare(self, body: GenerationBody) -> Prepared:
         preparer, report = self._services.preparer, self._services.client.report

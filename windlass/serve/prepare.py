@@ -165,7 +165,7 @@ class Preparer:
 
     async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
         self.adapter_of(body.model)
-        prompts, builder, infill = _as_prompts(body.prompt), self._builder(report), body.infill
+        prompts, builder, infill = as_prompts(body.prompt), self._builder(report), body.infill
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         add_special = body.add_special_tokens is not False
         if infill is None:
@@ -323,7 +323,7 @@ class Preparer:
         )
 
 
-def _as_prompts(prompt: Any) -> Sequence[Prompt]:
+def as_prompts(prompt: Any) -> Sequence[Prompt]:
     """The prompts of a body: a string or a list of token ids is one prompt."""
     is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     return [prompt] if is_one else prompt

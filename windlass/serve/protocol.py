@@ -69,7 +69,7 @@ def _text_of(content: Any) -> str | None:
     return "\n".join(texts)
 
 
-def _check_prompt(prompt: Any) -> Any:
+def check_prompt(prompt: Any) -> Any:
     """Accept text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return prompt
@@ -414,7 +414,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: Annotated[Any, AfterValidator(_check_prompt)]
+    prompt: Annotated[Any, AfterValidator(check_prompt)]
     logprobs: INT64 | None = None
     echo: bool | None = None
     suffix: str | None = None

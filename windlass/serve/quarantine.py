@@ -28,8 +28,10 @@ BLOCKED_S = 3600.0  # after the last strike
 
 
 def fingerprint(request: NewRequest) -> bytes:
-    """Hash the content of a request: prompt, sampling params, grammar and adapter."""
-    content = msgspec.msgpack.encode((request.adapter, request.sampling, request.prompt))
+    """Hash the content of a request: prompt, sampling and pooling params, grammar and adapter."""
+    content = msgspec.msgpack.encode(
+        (request.adapter, request.sampling, request.prompt, request.pooling)
+    )
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES).digest()
 
 

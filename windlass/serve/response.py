@@ -6,11 +6,12 @@ When the client disconnects, in any phase, its completions are aborted at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -49,6 +50,22 @@ def with_direct_send(app: ASGIApp) -> ASGIApp:
 
 class ClientDisconnected(Exception):
     """The client disconnected; no response can be sent."""
+
+
+@contextmanager
+def ended_on_error(ticket: Ticket) -> Iterator[None]:
+    """End the ticket of a request that fails, with the outcome of its error."""
+    try:
+        yield
+    except EngineError as error:
+        ticket.end_with(error)
+        raise
+    except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
+        ticket.end("aborted")
+        raise
+    except BaseException:
+        ticket.end("error")
+        raise
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

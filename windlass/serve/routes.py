@@ -22,6 +22,7 @@ from windlass.serve.generation import Generation
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
 from windlass.serve.ollama_routes import OllamaRoutes
+from windlass.serve.pooling import Pooling
 from windlass.serve.protocol import (
     DetokenizeRequest,
     LoadAdapterRequest,
@@ -211,12 +212,15 @@ def _health(health: Health) -> Response:
     return reply(body, 200 if health.ok else 503)
 
 
-def batch_endpoints(generation: Generation) -> dict[str, Endpoint]:
+def batch_endpoints(generation: Generation, pooling: Pooling) -> dict[str, Endpoint]:
     """The endpoints that batches may use."""
     return {
         "/v1/chat/completions": generation.chat,
         "/v1/completions": generation.completion,
         "/v1/responses": generation.response,
+        "/v1/embeddings": pooling.embeddings,
+        "/v1/score": pooling.score,
+        "/v1/rerank": pooling.rerank,
     }
 
 
@@ -224,10 +228,10 @@ def make_router(services: Services) -> APIRouter:
     """Create the router with all endpoints of one server."""
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
-    ollama = OllamaRoutes(services)
+    ollama, pooling = OllamaRoutes(services), Pooling(services)
     files, batches = FileRoutes(services), BatchRoutes(services)
     if services.batches is not None:
-        services.batches.endpoints = batch_endpoints(generation)
+        services.batches.endpoints = batch_endpoints(generation, pooling)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": generation.chat,
@@ -238,6 +242,12 @@ def make_router(services: Services) -> APIRouter:
         "/api/show": ollama.show,
         "/v1/messages": generation.messages,
         "/v1/messages/count_tokens": generation.count_tokens,
+        "/v1/embeddings": pooling.embeddings,
+        "/v1/score": pooling.score,
+        "/score": pooling.score,
+        "/v1/rerank": pooling.rerank,
+        "/v2/rerank": pooling.rerank,
+        "/rerank": pooling.rerank,
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,

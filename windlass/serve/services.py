@@ -26,6 +26,7 @@ from windlass.serve.sleep import Sleeper
 from windlass.serve.trace_store import TraceStore
 from windlass.serve.workers import Workers
 from windlass.text.parsing.registry import choose_format
+from windlass.text.scoring import ScoreTemplate, Scoring
 from windlass.text.template_process import TemplateProcess
 from windlass.text.template_worker import TemplateSource
 
@@ -48,6 +49,7 @@ class Services:
     sleeper: Sleeper
     probes: list[GenerateProbe]  # one per replica
     workers: Workers
+    scoring: Scoring
     template: TemplateProcess | None = None  # None: the model has no chat template
     costs: CostTracker | None = None  # None: no --price-per-hour
     batches: BatchService | None = None  # None: no --data-dir
@@ -123,6 +125,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         sleeper=Sleeper(client, desk),
         probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
         workers=workers,
+        scoring=_scoring(card, config),
         template=template,
         costs=costs,
         recorder=recorder,
@@ -130,6 +133,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         keys=keys,
         choices=(
             _sampling_choice(card),
+            _pooling_choice(card),
             *(() if output_format is None else output_format.choices),
         ),
     )
@@ -138,6 +142,20 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
 def _sampling_choice(card: ModelCard) -> Choice:
     values = ", ".join(f"{name} {value}" for name, value in card.default_sampling.items())
     return Choice("sampling", values or "temperature 1", "default of requests that do not set it")
+
+
+def _pooling_choice(card: ModelCard) -> Choice:
+    pooling = card.pooling
+    if pooling.why_not:
+        return Choice("pooling", "none", "--task generate")
+    value = "scores" if pooling.task == "classify" else f"embeddings of {pooling.size:,} numbers"
+    unit = ", unit length" if pooling.task == "embed" and pooling.normalize else ""
+    return Choice("pooling", f"{value}, {pooling.pooling_type}{unit}", pooling.reason)
+
+
+def _scoring(card: ModelCard, config: ServeConfig) -> Scoring:
+    path = config.score_template
+    return Scoring(card, None if path is None else ScoreTemplate(path))
 
 
 def _template_source(card: ModelCard, config: ServeConfig) -> str | None:

@@ -277,7 +277,9 @@ class RequestBuilder:
         `truncate` keeps the last tokens: that many, or with -1 as many as fit.
         """
         num_kept = self._limits.longest if truncate == -1 else truncate
-        tokens = prompt.tokens if num_kept is None else prompt.tokens[-num_kept:]
+        tokens = prompt.tokens
+        if num_kept is not None:
+            tokens = tokens[-num_kept:] if num_kept else []
         if not tokens:
             raise RequestError("the input is empty: it has no tokens.", "input")
         self._check_ids("input", tokens)

@@ -35,6 +35,7 @@ from windlass.serve.batch.results import (
 from windlass.serve.client import EngineClient
 from windlass.serve.cost import NO_KEY
 from windlass.serve.generation import Generation
+from windlass.serve.pooling import Pooling
 from windlass.serve.routes import batch_endpoints
 from windlass.serve.services import make_services
 from windlass.tools.resumable import ResumableOutput
@@ -101,7 +102,7 @@ def run_batch(run: RunBatch, config: EngineConfig, serve_config: ServeConfig) ->
     client.build_with(*build_replicas(config, opened.source))
     services = make_services(client, opened.card, serve_config)
     try:
-        endpoints = batch_endpoints(Generation(services))
+        endpoints = batch_endpoints(Generation(services), Pooling(services))
         rules = LineRules(
             urls=endpoints,
             max_body_bytes=serve_config.max_body_bytes,
