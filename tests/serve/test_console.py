@@ -171,8 +171,9 @@ def test_a_wheel_has_the_files(tmp_path: Path) -> None:
     subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     packed = zipfile.ZipFile(wheel).namelist()
-    shipped = {Path(name).name for name in packed if name.startswith("windlass/serve/console/")}
-    assert shipped == {path.name for path in (ROOT / "windlass/serve/console").iterdir()}
+    for folder in ("windlass/serve/console", "windlass/serve/docs"):
+        shipped = {Path(name).name for name in packed if name.startswith(f"{folder}/")}
+        assert shipped == {path.name for path in (ROOT / folder).iterdir()}
 
 
 # ---- in a browser ----------------------------------------------------------------------------

@@ -23,11 +23,11 @@ def create_app(services: Services) -> FastAPI:
     config = services.config
     app = FastAPI(
         title="Windlass",
-        root_path=config.root_path,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )
+    app.root_path = config.root_path  # as an argument it is deprecated
     app.include_router(make_router(services))
     app.add_exception_handler(EngineError, _engine_error)
     app.add_exception_handler(HTTPException, _http_error)

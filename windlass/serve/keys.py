@@ -23,7 +23,12 @@ from windlass.serve.problems import AdminOnly, problem_of_status
 _log = logging.getLogger("windlass.serve")
 
 # Exact paths: every other path needs a key, also one that does not exist.
-_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/generate", "/ping"})
+_OPEN_PATHS = frozenset(
+    {
+        *("/health", "/health/live", "/health/ready", "/health/generate", "/ping"),
+        *("/openapi.json", "/docs", "/docs/docs.css", "/docs/docs.js", "/docs/icon.svg"),
+    }
+)
 _KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the key that made the batch
 _MAX_FILE_BYTES = 64 * 2**10
@@ -139,7 +144,7 @@ def _authenticated_key(request: Request) -> bytes:
 
 
 class KeyGuard:
-    """Middleware that answers 401 to requests without a valid key, except on health paths and `open_paths`."""
+    """Middleware that answers 401 to requests without a valid key, except on health paths, docs and `open_paths`."""
 
     def __init__(
         self, app: ASGIApp, *, keys: Keys, root_path: str, open_paths: frozenset[str] = frozenset()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY
 from windlass.serve import body_limits as limits
-from windlass.serve.protocol import Body, check_prompt
+from windlass.serve.protocol import Body, TextsOrTokens
 
 
 def _document(value: Any) -> Any:
@@ -40,7 +40,7 @@ class PoolingRequest(Body):
 class EmbeddingRequest(PoolingRequest):
     """POST /v1/embeddings"""
 
-    input: Annotated[Any, AfterValidator(check_prompt)]
+    input: TextsOrTokens
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     normalize: bool | None = None  # an older name of use_activation
@@ -59,7 +59,9 @@ class RerankRequest(PoolingRequest):
 
     query: str
     documents: Annotated[
-        list[Annotated[str, BeforeValidator(_document)]],
+        list[
+            Annotated[str, BeforeValidator(_document, json_schema_input_type=str | dict[str, Any])]
+        ],
         Field(max_length=limits.MAX_INPUTS, fail_fast=True),
     ]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0: all

@@ -16,7 +16,9 @@ from pydantic import (
     Field,
     PrivateAttr,
     Strict,
+    TypeAdapter,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
 
@@ -38,6 +40,10 @@ TokenIds = Annotated[
     list[TokenId], Field(fail_fast=True)
 ]  # fail_fast: no error list for 200,000 wrong ids
 TokenKey = Annotated[TokenId, Strict(False)]  # the keys of JSON objects are strings
+
+
+Content = str | list[dict[str, Any]] | None
+_PROMPT_SCHEMA = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
 
 
 def _value_error(message: str) -> PydanticCustomError:
@@ -69,7 +75,7 @@ def _text_of(content: Any) -> str | None:
     return "\n".join(texts)
 
 
-def check_prompt(prompt: Any) -> Any:
+def _check_prompt(prompt: Any) -> Any:
     """Accept text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return prompt
@@ -90,17 +96,24 @@ def check_prompt(prompt: Any) -> Any:
     return prompt
 
 
+TextsOrTokens = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
 def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 StopString = Annotated[str, Field(max_length=limits.MAX_STOP_CHARS)]
 StopStrings = Annotated[
-    list[StopString], BeforeValidator(_strings), Field(max_length=limits.MAX_STOP_STRINGS)
+    list[StopString],
+    BeforeValidator(_strings, json_schema_input_type=str | list[str]),
+    Field(max_length=limits.MAX_STOP_STRINGS),
 ]
 BadWord = Annotated[str, Field(max_length=limits.MAX_BAD_WORD_CHARS)]
 BadWords = Annotated[
-    list[BadWord], BeforeValidator(_strings), Field(max_length=limits.MAX_BAD_WORDS)
+    list[BadWord],
+    BeforeValidator(_strings, json_schema_input_type=str | list[str]),
+    Field(max_length=limits.MAX_BAD_WORDS),
 ]
 
 
@@ -117,7 +130,7 @@ class Message(BaseModel):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)
     ]
-    content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    content: Annotated[str | None, BeforeValidator(_text_of, json_schema_input_type=Content)] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOL_CALLS)] | None = (
@@ -169,7 +182,7 @@ class Prediction(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["content"] = "content"
-    content: Annotated[str | None, BeforeValidator(_text_of)]
+    content: Annotated[str | None, BeforeValidator(_text_of, json_schema_input_type=Content)]
 
 
 class Body(BaseModel):
@@ -414,7 +427,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: Annotated[Any, AfterValidator(check_prompt)]
+    prompt: TextsOrTokens
     logprobs: INT64 | None = None
     echo: bool | None = None
     suffix: str | None = None

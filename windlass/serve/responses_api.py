@@ -17,7 +17,7 @@ Json = dict[str, Any]
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class ReasoningOptions(BaseModel):
+class ResponsesReasoning(BaseModel):
     model_config = ConfigDict(strict=True)
 
     effort: ReasoningEffort | None = None
@@ -48,7 +48,7 @@ class ResponsesRequest(Body):
     tools: Annotated[list[Json], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponsesReasoning | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from windlass.errors import RequestError
 from windlass.serve.admin import Admin
+from windlass.serve.api_docs import ApiDocs
 from windlass.serve.batch.routes import BatchRoutes, FileRoutes
 from windlass.serve.bodies import read_as, reply, reply_off_loop
 from windlass.serve.console_routes import ConsoleRoutes
@@ -296,4 +297,5 @@ def make_router(services: Services) -> APIRouter:
     for methods, endpoints in ((["POST"], posts), (["GET", "HEAD"], gets), (["DELETE"], deletes)):
         for path, endpoint in endpoints.items():
             router.add_api_route(path, endpoint, methods=methods, response_model=None)
+    ApiDocs(services, router).add_routes()
     return router

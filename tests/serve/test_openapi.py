@@ -1,0 +1,124 @@
+"""/openapi.json describes the routes of the real server, and /docs shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.browser import find_chromium, open_browser
+from tests.serve.conftest import Server, running
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    response = server.http.get("/openapi.json")
+    assert response.headers["content-type"] == "application/json"
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def refs(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for each in value.values():
+            yield from refs(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from refs(each)
+
+
+def test_the_document_is_whole(document: dict[str, Any]) -> None:
+    assert document["openapi"] == "3.1.0"
+    known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(refs(document)) <= known
+    ids = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(ids) == len(set(ids)) > 40
+    for _, path, operation in operations(document):
+        names = [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"]
+        assert names == re.findall(r"\{(\w+)\}", path)
+
+
+def test_bodies_have_the_fields_of_the_protocol(document: dict[str, Any]) -> None:
+    def body(path: str) -> dict[str, Any]:
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        found: dict[str, Any] = document["components"]["schemas"][name]
+        return found
+
+    chat = body("/v1/chat/completions")
+    assert chat["required"] == ["messages"]
+    assert {"temperature", "tools", "response_format", "priority"} <= chat["properties"].keys()
+    prompt = body("/v1/completions")["properties"]["prompt"]
+    assert [each["type"] for each in prompt["anyOf"]] == ["string", "array", "array", "array"]
+    message = document["components"]["schemas"]["Message"]["properties"]["content"]
+    assert [each["type"] for each in message["anyOf"]] == ["string", "array", "null"]
+    stop = chat["properties"]["stop"]["anyOf"]
+    assert {"string", "array"} <= {each["type"] for each in stop[0].get("anyOf", stop)}
+
+
+def test_every_described_operation_exists(server: Server, document: dict[str, Any]) -> None:
+    for method, path, _ in operations(document):
+        url = re.sub(r"\{\w+\}", "nothing", path)
+        response = server.http.request(method, url, content=b"{")
+        assert response.status_code != 405, path
+        assert response.status_code < 500, (path, response.text)
+        assert "there is nothing at" not in response.text, path
+
+
+def test_the_page_loads_only_its_own_files(server: Server) -> None:
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+    assert "//" not in page.text.replace("<!doctype html>", "")
+    for name in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        file = server.http.get(f"/{name}")
+        assert file.status_code == 200
+        again = server.http.get(f"/{name}", headers={"If-None-Match": file.headers["etag"]})
+        assert again.status_code == 304
+    assert server.http.get("/docs/nothing.js").status_code == 404
+    assert server.http.get("/docs/..%2fkeys.py").status_code == 404
+    assert server.http.head("/docs").status_code == 200
+
+
+def test_docs_need_no_key() -> None:
+    with running(api_key=("one",), root_path="/llm") as server:
+        document = server.http.get("/openapi.json").json()
+        assert document["security"] == [{"key": []}]
+        assert document["servers"] == [{"url": "/llm"}]
+        for path in ("/docs", "/docs/docs.js", "/docs/docs.css", "/docs/icon.svg"):
+            assert server.http.get(path).status_code == 200
+        assert server.http.get("/docs/other").status_code == 401
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+def test_the_page_shows_every_operation(
+    server: Server, document: dict[str, Any], tmp_path: Path
+) -> None:
+    with open_browser(tmp_path / "profile") as page:
+        page.open(f"{server.url}/docs")
+        count = len(list(operations(document)))
+        page.wait(f"document.querySelectorAll('details').length === {count}")
+        page.click("details:has(.post) summary")
+        shown = page.text("details[open]")
+        assert "/v1/chat/completions" in shown
+        assert "messages.role" in shown
+        page.resize(1000, 1400)
+        page.screenshot(tmp_path / "docs.png")
+        page.fill("#search", "input_file_id")
+        assert page.eval("[...document.querySelectorAll('details:not([hidden])')].length") == 1
+        page.resize(400, 800, is_phone=True)
+        assert page.eval("document.documentElement.scrollWidth <= innerWidth")
+        assert page.complaints == []

@@ -1,0 +1,260 @@
+"""The OpenAPI description of the server: paths from the router, schemas from the protocol's types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
+from windlass.serve.batch.routes import CreateBatchRequest
+from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from windlass.serve.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
+from windlass.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    SleepRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+    WakeRequest,
+)
+from windlass.serve.responses_api import ResponsesRequest
+from windlass.version import __version__
+
+Json = dict[str, Any]
+Bodies = tuple[type[BaseModel], ...]
+
+_REF = "#/components/schemas/{model}"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_LINES = "application/x-ndjson"
+_BYTES = "application/octet-stream"
+_TEXT = "text/plain"
+
+_OPENAI, _ANTHROPIC, _OLLAMA = "OpenAI", "Anthropic", "Ollama"
+_TOKENS, _BATCHES, _RANKING = "Tokens", "Files and batches", "Ranking"
+_OPERATIONS_TAG, _ADMIN = "Operations", "Administration"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What the router does not know of an endpoint. `bodies`: a request has one of these types."""
+
+    tag: str
+    summary: str
+    bodies: Bodies = ()
+    media: tuple[str, ...] = (_JSON,)
+    query: Mapping[str, Json] | None = None
+    form: Json | None = None  # the schema of multipart/form-data
+    optional_body: bool = False
+
+
+_LIMIT: Json = {"type": "integer", "minimum": 1}
+_AFTER: Json = {"type": "string", "description": "The id of the last object of the page before."}
+_PAGE = {"after": _AFTER, "limit": _LIMIT}
+_UPLOAD: Json = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
+_SLEEP = Operation(
+    _ADMIN, "Release memory until the server is woken", (SleepRequest,), optional_body=True
+)
+_WAKE = Operation(_ADMIN, "Wake the server", (WakeRequest,), optional_body=True)
+_RESET = Operation(_ADMIN, "Empty the prefix cache of unused blocks")
+_SCORE = Operation(_RANKING, "Score pairs of texts", (ScoreRequest,))
+_RERANK = Operation(_RANKING, "Order documents by a query", (RerankRequest,))
+_READY = Operation(_OPERATIONS_TAG, "Whether the server would answer a request")
+
+# By method and path. A route that is missing here is described by its path alone.
+_OPERATIONS = {
+    "POST /v1/chat/completions": Operation(
+        _OPENAI, "Answer a conversation", (ChatRequest,), (_JSON, _EVENTS)
+    ),
+    "POST /v1/completions": Operation(
+        _OPENAI, "Complete a text", (CompletionRequest,), (_JSON, _EVENTS)
+    ),
+    "POST /v1/responses": Operation(
+        _OPENAI, "Create a response", (ResponsesRequest,), (_JSON, _EVENTS)
+    ),
+    "GET /v1/responses/{response_id}": Operation(_OPENAI, "Read a stored response"),
+    "DELETE /v1/responses/{response_id}": Operation(_OPENAI, "Delete a stored response"),
+    "POST /v1/embeddings": Operation(_OPENAI, "Embed texts", (EmbeddingRequest,)),
+    "POST /v1/score": _SCORE,
+    "POST /score": _SCORE,
+    "POST /v1/rerank": _RERANK,
+    "POST /v2/rerank": _RERANK,
+    "POST /rerank": _RERANK,
+    "GET /v1/models": Operation(_OPENAI, "List the model and its adapters"),
+    "GET /v1/models/{name}": Operation(_OPENAI, "Describe the model or an adapter"),
+    "POST /v1/messages": Operation(
+        _ANTHROPIC, "Create a message", (MessagesRequest,), (_JSON, _EVENTS)
+    ),
+    "POST /v1/messages/count_tokens": Operation(
+        _ANTHROPIC, "Count the tokens of a message", (CountedRequest,)
+    ),
+    "POST /api/chat": Operation(
+        _OLLAMA, "Answer a conversation", (OllamaChatRequest,), (_JSON, _LINES)
+    ),
+    "POST /api/generate": Operation(
+        _OLLAMA, "Complete a text", (OllamaGenerateRequest,), (_JSON, _LINES)
+    ),
+    "POST /api/show": Operation(_OLLAMA, "Describe a model", (OllamaShowRequest,)),
+    "GET /api/tags": Operation(_OLLAMA, "List the model and its adapters"),
+    "GET /api/version": Operation(_OLLAMA, "The server's version"),
+    "POST /v1/files": Operation(_BATCHES, "Upload a file", form=_UPLOAD),
+    "GET /v1/files": Operation(
+        _BATCHES,
+        "List files",
+        query={
+            **_PAGE,
+            "order": {"type": "string", "enum": ["asc", "desc"]},
+            "purpose": {"type": "string"},
+        },
+    ),
+    "GET /v1/files/{file_id}": Operation(_BATCHES, "Describe a file"),
+    "GET /v1/files/{file_id}/content": Operation(_BATCHES, "Read a file", media=(_BYTES,)),
+    "DELETE /v1/files/{file_id}": Operation(_BATCHES, "Delete a file"),
+    "POST /v1/batches": Operation(_BATCHES, "Start a batch", (CreateBatchRequest,)),
+    "GET /v1/batches": Operation(_BATCHES, "List batches", query=_PAGE),
+    "GET /v1/batches/{batch_id}": Operation(_BATCHES, "Describe a batch"),
+    "POST /v1/batches/{batch_id}/cancel": Operation(_BATCHES, "Cancel a batch"),
+    "POST /tokenize": Operation(
+        _TOKENS, "Tokenize a text or a conversation", (TokenizeRequest, TokenizeChatRequest)
+    ),
+    "POST /detokenize": Operation(_TOKENS, "Decode tokens", (DetokenizeRequest,)),
+    "POST /apply-template": Operation(
+        _TOKENS, "Render a conversation with the chat template", (TokenizeChatRequest,)
+    ),
+    "GET /health": _READY,
+    "GET /health/ready": _READY,
+    "GET /ping": _READY,
+    "GET /health/live": Operation(_OPERATIONS_TAG, "Whether a restart would not help"),
+    "GET /health/generate": Operation(_OPERATIONS_TAG, "Generate one token"),
+    "GET /version": Operation(_OPERATIONS_TAG, "The server's version"),
+    "GET /metrics": Operation(_OPERATIONS_TAG, "Metrics for Prometheus", media=(_TEXT,)),
+    "GET /load": Operation(_OPERATIONS_TAG, "Requests in flight, running and queued"),
+    "GET /memory": Operation(_OPERATIONS_TAG, "Memory by owner"),
+    "GET /cost": Operation(_OPERATIONS_TAG, "The cost of a key, or of the server"),
+    "GET /v1/requests/{response_id}/explain": Operation(
+        _OPERATIONS_TAG, "Explain the latency of a request"
+    ),
+    "GET /is_sleeping": Operation(_OPERATIONS_TAG, "Whether the server sleeps"),
+    "POST /admin/sleep": _SLEEP,
+    "POST /sleep": _SLEEP,
+    "POST /admin/wake": _WAKE,
+    "POST /wake_up": _WAKE,
+    "POST /admin/reset_prefix_cache": _RESET,
+    "POST /reset_prefix_cache": _RESET,
+    "POST /v1/load_lora_adapter": Operation(_ADMIN, "Load an adapter", (LoadAdapterRequest,)),
+    "POST /v1/unload_lora_adapter": Operation(_ADMIN, "Unload an adapter", (UnloadAdapterRequest,)),
+}
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def describe(routes: Iterable[APIRoute], root_path: str, *, needs_key: bool) -> Json:
+    """The OpenAPI 3.1 document for the routes of a server."""
+    paths: dict[str, Json] = {}
+    bodies: set[type[BaseModel]] = set()
+    for route in (each for each in routes if each.include_in_schema):
+        path = re.sub(r":path\}", "}", route.path)
+        if path == "/" or path.startswith("/console/"):
+            continue  # the console is for browsers
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operation = _OPERATIONS.get(f"{method} {path}", Operation("Other", path))
+            bodies.update(operation.bodies)
+            paths.setdefault(path, {})[method.lower()] = _operation(operation, method, path)
+    _, schemas = models_json_schema(
+        [(body, "validation") for body in sorted(bodies, key=lambda each: each.__name__)],
+        ref_template=_REF,
+    )
+    components: Json = {"schemas": {**schemas.get("$defs", {}), "Error": _ERROR}}
+    document: Json = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Windlass",
+            "version": __version__,
+            "description": "An LLM inference server with the APIs of OpenAI, Anthropic and Ollama.",
+        },
+        "servers": [{"url": root_path or "/"}],
+        "paths": paths,
+        "components": components,
+    }
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _operation(operation: Operation, method: str, path: str) -> Json:
+    words = re.findall(r"\w+", path)
+    described: Json = {
+        "operationId": "_".join([method.lower(), *words]),
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "responses": {
+            "200": {
+                "description": "Success.",
+                "content": {media: _content(media) for media in operation.media},
+            },
+            "default": {
+                "description": "An error.",
+                "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}},
+            },
+        },
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in (operation.query or {}).items()
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.form is not None:
+        content = {"multipart/form-data": {"schema": operation.form}}
+        described["requestBody"] = {"required": True, "content": content}
+    elif operation.bodies:
+        refs = [{"$ref": _REF.format(model=body.__name__)} for body in operation.bodies]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        content = {_JSON: {"schema": schema}}
+        described["requestBody"] = {"required": not operation.optional_body, "content": content}
+    return described
+
+
+def _content(media: str) -> Json:
+    schema: Json = {"type": "object"} if media == _JSON else {"type": "string"}
+    if media == _BYTES:
+        schema["format"] = "binary"
+    return {"schema": schema}
