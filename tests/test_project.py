@@ -38,6 +38,7 @@ ALL_FILES = PACKAGE + sorted((ROOT / "tests").rglob("*.py"))
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "start_log": set(),
     "child_process": set(),
     "folders": {"errors"},
     "pages": {"errors"},
@@ -50,7 +51,7 @@ BELOW: dict[str, set[str]] = {
     "engine": {"core"},
     "text": {"core", "child_process"},
     "serve": {"engine", "pages", "text"},
-    "kernels": {"config", "folders"},
+    "kernels": {"config", "folders", "start_log"},
     "parallel": {"config", "child_process"},
     "quant": {"kernels"},
     "layers": {"quant", "parallel"},

@@ -33,6 +33,7 @@ from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
+from windlass.start_log import start_log
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
@@ -105,9 +106,16 @@ class _Log:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        start_log.info(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+
+    def split_off(self, name: str, seconds: float, whole: str) -> None:
+        """Make a phase of the part of `whole` that took `seconds`; 0: there was none."""
+        if seconds:
+            rest = self.seconds.pop(whole) - seconds
+            self.seconds |= {name: seconds, whole: rest}
 
     def import_torch(self) -> None:
         """Time the import as a phase, unless the server imported torch earlier."""
@@ -297,6 +305,7 @@ def _build_rank(
     with log.phase("load weights"):
         checkpoint = open_checkpoint(files, config.model)
         weights = load_network(config, hparams, checkpoint, weights=weights, mesh=mesh)
+    log.split_off("compile CPU kernels", weights.parts.workers.compile_s, "load weights")
     with log.phase("adapters"):
         adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):

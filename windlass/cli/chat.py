@@ -14,6 +14,7 @@ import typer
 from windlass.cli.command import Options
 from windlass.cli.flags import Adapter, option
 from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
+from windlass.cli.starting import starting
 from windlass.core.sampling import SamplingParams
 from windlass.errors import RequestError, UnsupportedError
 
@@ -35,9 +36,10 @@ def chat(
     """
     requested = options.only(SAMPLING_OPTIONS)
     sampling_params(requested)  # rejects a bad value before the model is loaded
-    from windlass.llm import LLM
+    with starting(options.model):
+        from windlass.llm import LLM
 
-    llm = LLM(**options.engine_values())
+        llm = LLM(**options.engine_values())
     if llm.card.chat_template is None:
         raise UnsupportedError(
             f"the model {llm.card.name!r} has no chat template, so it cannot chat. Use an "

@@ -52,6 +52,10 @@ class Options:
     values: Mapping[str, Any]
     notes: tuple[str, ...] = ()  # lines for the log about flags of other engines
 
+    @property
+    def model(self) -> str:
+        return str(self.values.get("model", MODEL_ARGUMENT.default))
+
     def only(self, options: Sequence[Option]) -> dict[str, Any]:
         names = {option.name for option in options}
         return {name: value for name, value in self.values.items() if name in names}

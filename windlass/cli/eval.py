@@ -11,6 +11,7 @@ from windlass.cli.command import Options
 from windlass.cli.flags import Context, MaxWindows, ShowProgress, Stride, option, some_names
 from windlass.cli.reference import reference_config
 from windlass.cli.results import check_path, finish
+from windlass.cli.starting import starting
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 
@@ -84,7 +85,8 @@ def eval(
 
     cut = Cut(method=method, context=context, stride=stride, max_windows=max_windows)  # type: ignore[arg-type]
     if tasks is not None:
-        from windlass.tools.eval.tasks import TaskOptions, run_tasks
+        with starting(config.model.model, shown=progress):
+            from windlass.tools.eval.tasks import TaskOptions, run_tasks
 
         task_options = TaskOptions(
             names=list(some_names("--tasks", tasks, "hellaswag")),
@@ -109,12 +111,13 @@ def eval(
 def _score_text(
     config: EngineConfig, reference: EngineConfig | None, data: str, cut: Cut, progress: bool
 ) -> Outcome:
-    from windlass.tools.eval.data import read_corpus
-    from windlass.tools.eval.run import measure, progress_bar
+    with starting(config.model.model, shown=progress):
+        from windlass.tools.eval.data import read_corpus
+        from windlass.tools.eval.run import measure, progress_bar
 
-    corpus = read_corpus(data)
-    with progress_bar(progress) as watch:
-        return measure(config, reference, corpus, cut, watch)
+        corpus = read_corpus(data)
+        with progress_bar(progress) as watch:
+            return measure(config, reference, corpus, cut, watch)
 
 
 def _reference(

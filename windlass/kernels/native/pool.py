@@ -97,12 +97,15 @@ class Workers:
         self._num_threads = num_threads
         self._pool = pool
         self._unavailable: str | None = None
+        self.compile_s = 0.0  # seconds for which the kernels were compiled
 
     def refuse(self) -> str | None:
         """Return why there is no pool, after one attempt to create it."""
         if self._pool is None and self._unavailable is None:
             try:
-                self._pool = Pool(load(), self._num_threads or torch.get_num_threads())
+                native = load()
+                self.compile_s = native.compile_s
+                self._pool = Pool(native, self._num_threads or torch.get_num_threads())
             except NativeUnavailable as error:
                 self._unavailable = str(error)
         return self._unavailable

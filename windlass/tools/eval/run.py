@@ -14,6 +14,7 @@ from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
 from windlass.runner.scoring import ScoredChunk, Scorer, ScoringLimits, Window
+from windlass.start_log import start_log
 from windlass.tools.common.record import Record
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.metrics import Quality, Tally, compare
@@ -207,7 +208,9 @@ def progress_bar(shown: bool) -> Iterator[Watch]:
     task = progress.add_task("windows", total=None)
 
     def watch(done: int, total: int, tally: Tally) -> None:
-        progress.start()  # not while models are loaded
+        if not progress.live.is_started:  # not while models are loaded
+            start_log.info("")  # a line of `starting` makes room
+            progress.start()
         if done == total or done % max(1, total // _PROGRESS_UPDATES) == 0:
             progress.update(task, completed=done, total=total, description=_figures(tally))
 
