@@ -15,6 +15,7 @@ _HOMES = {
     "LLM": "windlass.llm",
     "AsyncLLM": "windlass.llm",
     "SamplingParams": "windlass.core.sampling",
+    "BeamSearchParams": "windlass.text.beam_search",
     "StructuredOutputs": "windlass.core.structured",
     "EngineConfig": "windlass.config",
     "ServeConfig": "windlass.config",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from windlass.core.structured import StructuredOutputs as StructuredOutputs
     from windlass.llm import LLM as LLM
     from windlass.llm import AsyncLLM as AsyncLLM
+    from windlass.text.beam_search import BeamSearchParams as BeamSearchParams
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,8 @@ from windlass.errors import RequestError
 from windlass.lora.locate import locate
 from windlass.lora_config import check_adapter_name
 from windlass.outputs import (
+    BeamSearchOutput,
+    BeamSequence,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     RequestGroup,
@@ -35,9 +37,10 @@ from windlass.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from windlass.text.beam_search import BeamSearch, BeamSearchParams, FinishedBeam, output_of
 from windlass.text.chat_output import ChatOutput, chat_output
 from windlass.text.chat_template import ChatTemplate
-from windlass.text.completion import Delta
+from windlass.text.completion import Completion, Delta
 from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.parsing.output import ToolSet
 from windlass.text.parsing.registry import AUTO, choose_format
@@ -259,6 +262,46 @@ class LLM:
                 results[trace.request_id].traces.append(trace)
         return [results[request.request_id] for request in requests]
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, adapter: str = ""
+    ) -> list[BeamSearchOutput]:
+        """Search the most likely continuations of each prompt; results have the prompts' order."""
+        many, sampling = _as_list(prompts), params.sampling()
+        groups = self._requests.groups(
+            many, [sampling] * len(many), [adapter] * len(many), [""] * len(many)
+        )
+        eos_ids, vocab_size = self.card.tokenizer.eos_ids, self.report.vocab_size
+        searches = [
+            BeamSearch(group.requests[0], params, eos_ids=eos_ids, vocab_size=vocab_size)
+            for group in groups
+        ]
+        self._search(searches)
+        return [
+            BeamSearchOutput(
+                [_sequence(found, group.requests[0], self.card) for found in search.results()]
+            )
+            for search, group in zip(searches, groups, strict=True)
+        ]
+
+    def _search(self, searches: Sequence[BeamSearch]) -> None:
+        """Step until all searches are done; each goes on as soon as its own beams are ready."""
+        ready, owners = list(searches), {}
+        try:
+            while ready or owners:
+                for search in ready:
+                    for request in search.requests():
+                        self.engine.add(request)
+                        owners[request.request_id] = search
+                ready = []
+                for output in self.engine.step():
+                    search = owners.pop(output.request_id)
+                    if search.receive(output) and not search.done:
+                        ready.append(search)
+                self.engine.traces()  # those of single beams are of no use
+        finally:
+            for request_id in owners:
+                self.engine.abort(request_id)
+
     def explain(self, result: RequestOutput | EmbeddingRequestOutput) -> list[dict[str, Any]]:
         """Explain where the time of each completion went, as `windlass explain` does."""
         from windlass.serve.explain import explain_trace, trace_json
@@ -462,6 +505,19 @@ class _GroupBuilder:
         self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = ""
     ) -> RequestGroup:
         return self.groups([prompt], [sampling], [adapter], [""])[0]
+
+
+def _sequence(found: FinishedBeam, request: NewRequest, card: ModelCard) -> BeamSequence:
+    completion = Completion(0, request, card.tokenizer)
+    completion.feed(output_of(found, request.request_id))
+    return BeamSequence(
+        text=completion.text,
+        tokens=completion.tokens,
+        cum_logprob=found.beam.cum_logprob,
+        score=found.score,
+        finish_reason=completion.finish_reason,
+        logprobs=completion.logprobs if request.sampling.logprobs is not None else None,
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

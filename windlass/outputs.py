@@ -91,6 +91,25 @@ class RerankResult:
     relevance_score: float
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSequence:
+    """One sequence that beam search found."""
+
+    text: str
+    tokens: list[int]  # generated, with the token that ended it
+    cum_logprob: float
+    score: float  # cum_logprob with the length penalty
+    finish_reason: str | None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The sequences of one prompt, the best first."""
+
+    sequences: list[BeamSequence]
+
+
 class RequestGroup:
     """The `n` requests of one prompt, and their completions so far."""
 

@@ -46,7 +46,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
-    "length_penalty": (1.0,),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -54,7 +53,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }

@@ -16,6 +16,7 @@ from windlass.core.types import BATCH_PRIORITY
 from windlass.errors import RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
+from windlass.serve.beam_response import BeamResponse
 from windlass.serve.bodies import (
     read_as,
     relaxed_header,
@@ -183,13 +184,24 @@ class Generation:
             headers = request_id_header(request, prepared.response_id, services.config)
             headers |= unknown_fields_header(request)
             headers |= relaxed_header(request, prepared.relaxed)
-            services.admission.check(len(prepared.requests), prepared.num_prompt_tokens)
+            services.admission.check(body.num_completions, prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.costs is None:
                 raise RequestError(
                     "include_cost needs a server started with --price-per-hour.",
                     "include_cost",
                 )
+            if body.use_beam_search:
+                beams = BeamResponse(
+                    services,
+                    prepared,
+                    body=body,
+                    response_format=call.make_format(body, prepared),
+                    ticket=ticket,
+                )
+                response = await beams.send_whole(request)
+                response.headers.update(headers)
+                return response
             completion = CompletionResponse(
                 services,
                 prepared,

@@ -262,7 +262,7 @@ class Preparer:
             name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None
         }
         fields["logprobs"] = body.num_logprobs
-        if body.is_best_of:
+        if body.is_best_of and not body.use_beam_search:
             # The log probabilities of the tokens decide which completions are best.
             fields |= {"n": body.best_of, "logprobs": body.num_logprobs or 0}
         fields["structured_outputs"] = structured_of(body)

@@ -330,6 +330,9 @@ class GenerationRequest(Body):
     guided_grammar: str | None = None
     include_cost: bool | None = None
     prediction: Prediction | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -356,6 +359,11 @@ class GenerationRequest(Body):
                 "generated, and the best n are returned.",
                 "best_of",
             )
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.length_penalty not in (None, 1.0) or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise RequestError(f"{name} needs use_beam_search: true.", name)
         if self.is_best_of and self.stream:
             raise RequestError(
                 f"best_of ({self.best_of}) larger than n ({self.n or 1}) is not available with "
@@ -366,6 +374,43 @@ class GenerationRequest(Body):
             raise RequestError(
                 "prompt_logprobs is not available with stream: true.", "prompt_logprobs"
             )
+
+    # Fields that beam search does not support, each with the values that have no effect.
+    _NOT_WITH_BEAMS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "temperature": (0, 0.0),
+        "top_p": (1.0,),
+        "top_k": (0, -1),
+        "min_p": (0.0,),
+        "presence_penalty": (0.0,),
+        "frequency_penalty": (0.0,),
+        "repetition_penalty": (1.0,),
+        "logit_bias": ({},),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "deterministic": (False,),
+        "min_tokens": (0,),
+        "stop": ([],),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "include_cost": (False,),
+        "prediction": (),
+    }
+
+    def _check_beam_search(self) -> None:
+        for name, neutral in self._NOT_WITH_BEAMS.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise RequestError(
+                    f"{name} ({abbreviate(value)}) is not available with use_beam_search: true. "
+                    "Leave it out.",
+                    name,
+                )
 
 
 class ChatRequest(GenerationRequest, ConversationRequest):
