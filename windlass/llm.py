@@ -285,7 +285,8 @@ class LLM:
 
     def _search(self, searches: Sequence[BeamSearch]) -> None:
         """Step until all searches are done; each goes on as soon as its own beams are ready."""
-        ready, owners = list(searches), {}
+        ready = list(searches)
+        owners: dict[str, BeamSearch] = {}
         try:
             while ready or owners:
                 for search in ready:

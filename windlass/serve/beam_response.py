@@ -80,10 +80,10 @@ class BeamResponse:
                 delta = served.feed(output._replace(timeline=timeline))
                 assert delta is not None, "the whole completion is one delta"
                 deltas[at] = delta
-        served = [self._served[i] for i in deltas]
-        numbers = usage(self._prepared, served)
+        found = [self._served[i] for i in deltas]
+        numbers = usage(self._prepared, found)
         return msgspec.json.encode(
-            self._format.whole(deltas, [each.completion for each in served], numbers)
+            self._format.whole(deltas, [each.completion for each in found], numbers)
         )
 
     async def _run(self, search: BeamSearch) -> Timeline | None:
