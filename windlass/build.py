@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.metadata
 import math
 import sys
 import time
@@ -15,11 +16,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.config import EngineConfig, Limits, ServeConfig
+from windlass.config import EngineConfig, Limits, ServeConfig, flag
 from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
@@ -30,6 +31,7 @@ from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine
 from windlass.errors import ConfigError, EngineError
 from windlass.models.card import load_card, open_checkpoint, read_headers
+from windlass.models.file_digest import file_digest
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
@@ -37,13 +39,16 @@ from windlass.start_log import start_log
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
+from windlass.version import __version__
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
     from windlass.lora.start import AdapterSetup
-    from windlass.parallel.launch import Handler, Ranks
+    from windlass.parallel.launch import Ranks
     from windlass.parallel.mesh import Mesh
     from windlass.parallel.place import Place
+    from windlass.parallel.rank_process import Handler
+    from windlass.parallel.rendezvous import Master
     from windlass.runner.assemble import Assembled
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
@@ -171,6 +176,12 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
             f"data_parallel_size is {config.parallel.data_parallel_size}, and this runs one engine in "
             "its own process. Use `windlass serve` or AsyncLLM, which start a process per replica."
         )
+    if config.parallel.nnodes > 1:
+        raise ConfigError(
+            f"nnodes is {config.parallel.nnodes}, and this runs the engine in its own process, which "
+            "would end with every failure of another machine. Use `windlass serve` or AsyncLLM, which "
+            "restart it."
+        )
     return _build_engine(config, source, weights)
 
 
@@ -180,12 +191,16 @@ def _build_engine(
     weights: Loaded | None = None,
     *,
     exit_when_lost: bool = False,
+    master: Master | None = None,
 ) -> Built:
-    """`exit_when_lost`: end this process soon after another rank of the engine died or hung."""
+    """`exit_when_lost`: end this process soon after another rank of the engine died or hung.
+
+    `master`: how further machines join.
+    """
     log = _Log()
     requested_spec = config.speculation.spec
     check_stages(source.hparams, config.parallel.pipeline_parallel_size)
-    with _ranks(config, weights, exit_when_lost=exit_when_lost) as ranks:
+    with _ranks(config, weights, exit_when_lost=exit_when_lost, master=master) as ranks:
         log.import_torch()
         from windlass.runner.device import choose_device
 
@@ -225,7 +240,7 @@ def _closing(ranks: Ranks) -> Callable[[], None]:
 
 @contextmanager
 def _ranks(
-    config: EngineConfig, weights: Loaded | None, *, exit_when_lost: bool
+    config: EngineConfig, weights: Loaded | None, *, exit_when_lost: bool, master: Master | None
 ) -> Iterator[Ranks | None]:
     """Start the other ranks of the config, and end them if this one cannot be built."""
     if config.parallel.num_ranks == 1:
@@ -240,12 +255,12 @@ def _ranks(
             "--spec self drafts with the first layers and the head, which are on different pipeline "
             "stages. Use another --spec, or --tensor-parallel-size."
         )
-    ranks = Ranks(config.parallel, import_torch, exit_when_lost=exit_when_lost)
+    ranks = Ranks(config.parallel, import_torch, exit_when_lost=exit_when_lost, master=master)
     try:
         yield ranks
     except BaseException as error:
         found = error if isinstance(error, EngineError) else ranks.lost(error)
-        ranks.close()
+        ranks.close(str(found))
         raise found from error
 
 
@@ -254,11 +269,12 @@ def build_worker(
 ) -> Handler:
     """Build a rank beside rank 0, in its own process."""
     from windlass.parallel.groups import connect
-    from windlass.runner.device import claim_gpu
+    from windlass.runner.device import choose_device, claim_gpu
     from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
+    config = _resolve_speculation(config, source, choose_device(config.model).type)
     config = claim_gpu(config, place)
     sends_results = place.rank == config.parallel.last_stage
     if (
@@ -503,14 +519,14 @@ def build_scorer(
 
 
 def build_for_process(
-    config: EngineConfig, source: Source, replica: int
+    config: EngineConfig, source: Source, replica: int, master: Master | None = None
 ) -> tuple[Engine, EngineReport]:
     """Build a replica in its engine process. The arguments are sent to that process."""
     import_torch()
     from windlass.runner.device import claim_devices
 
     claim_devices(config, replica)
-    built = _build_engine(config, source, exit_when_lost=True)
+    built = _build_engine(config, source, exit_when_lost=True, master=master)
     return built.engine, built.report
 
 
@@ -523,9 +539,54 @@ def make_client(config: EngineConfig, hang_timeout: float = 120.0) -> EngineClie
 
 
 def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
-    """The build function of each replica."""
-    replicas = range(config.parallel.data_parallel_size)
-    return [partial(build_for_process, config, source, replica) for replica in replicas]
+    """The build function of each replica. With several machines, opens the port where they join."""
+    parallel, master = config.parallel, None
+    if parallel.node_rank > 0:
+        raise ConfigError(
+            f"node_rank is {parallel.node_rank}: only node 0 has an engine. Start the other machines with "
+            "`windlass serve`."
+        )
+    if parallel.nnodes > 1:
+        from windlass.parallel.rendezvous import listen
+
+        master = listen(parallel, _facts(config, source))
+    replicas = range(parallel.data_parallel_size)
+    return [partial(build_for_process, config, source, each, master) for each in replicas]
+
+
+# Options that may differ between the machines of a replica.
+_OWN_OPTIONS = {
+    *("model", "served_model_name", "tokenizer", "download_dir", "hf_token"),
+    *("num_threads", "memory_share"),
+    *("node_rank", "master_addr", "master_port", "node_timeout"),
+    *("cluster_secret", "cluster_secret_file"),
+}
+
+
+def _facts(config: EngineConfig, source: Source) -> dict[str, str]:
+    """What must be the same on all machines of a replica."""
+    facts = {
+        "the Windlass version": __version__,
+        "the torch version": importlib.metadata.version("torch"),
+        "the digest of the model's files": file_digest(source.files, config.model),
+    }
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for item in fields(part):
+            if item.name not in _OWN_OPTIONS:
+                facts[flag(item.name)] = str(getattr(part, item.name))
+    return facts
+
+
+def _serve_node(config: EngineConfig) -> int:
+    """Run the ranks of a machine beside node 0. Returns the exit code."""
+    from windlass.parallel.node import NodeWork, serve_node
+
+    opened = open_model(config)
+    check_stages(opened.hparams, config.parallel.pipeline_parallel_size)
+    build = partial(build_worker, config, opened.source)
+    work = NodeWork(config.parallel, import_torch, build)
+    return serve_node(work, _facts(config, opened.source))
 
 
 def serve(
@@ -533,7 +594,9 @@ def serve(
     serve_config: ServeConfig,
     on_ready: Callable[[EngineReport, str], None],
 ) -> int:
-    """Run the server until it ends. Returns the exit code."""
+    """Run the server until it ends, or with --node-rank only ranks. Returns the exit code."""
+    if config.parallel.node_rank > 0:
+        return _serve_node(config)
     from windlass.serve.launch import serve as run_server
 
     if serve_config.lora_root and not config.lora.enable_lora:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from windlass.errors import ConfigError
-from windlass.settings import at_least, option
+from windlass.settings import at_least, flag, option
 
 DistributedBackend = Literal["auto", "nccl", "gloo"]
 CombineRule = Literal["auto", "all-reduce", "all-to-all"]
@@ -49,10 +50,29 @@ class ParallelConfig:
         "works for ranks that share a GPU. auto: on GPUs nccl, and symmetric memory for small sums where "
         "the GPUs reach each other; shared memory on a CPU.",
     )
-    nnodes: int = option(1, "Number of machines that share the model; this version supports one.")
-    node_rank: int = option(0, "Number of this machine, from 0; the first one serves the API.")
-    master_addr: str = option("127.0.0.1", "Address of the first machine.")
-    master_port: int = option(29500, "Port on the first machine where the others connect.")
+    nnodes: int = option(
+        1,
+        "Number of machines (nodes) that share the model. Start windlass serve on each, with the same "
+        "options and its own --node-rank.",
+    )
+    node_rank: int = option(
+        0, "Number of this machine, from 0; node 0 has the HTTP server, the others only ranks."
+    )
+    master_addr: str = option("127.0.0.1", "Address of node 0 at which the others reach it.")
+    master_port: int = option(29500, "Port of node 0 to which the others connect.")
+    node_timeout: float = option(
+        600.0, "Seconds to wait for the other machines, at the start and after a failure."
+    )
+    cluster_secret_file: str | None = option(
+        None,
+        "File with a secret that all machines share, at least 16 characters; needed unless "
+        "--master-addr is a loopback address.",
+    )
+    cluster_secret: str | None = option(
+        None,
+        "The secret itself. Prefer --cluster-secret-file or $WINDLASS_CLUSTER_SECRET, which the process "
+        "list does not show.",
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -65,8 +85,9 @@ class ParallelConfig:
             )
         if self.num_ranks % self.nnodes:
             raise ConfigError(
-                f"--nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of the model. "
-                "Choose a --tensor-parallel-size that is a multiple of it."
+                f"--nnodes {self.nnodes} does not divide the {self.num_ranks} ranks of the model "
+                "(--tensor-parallel-size times --pipeline-parallel-size). Make it a multiple: "
+                f"for example --pipeline-parallel-size {self.nnodes}."
             )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
@@ -82,19 +103,36 @@ class ParallelConfig:
                 "--record-expert-load: the replicas of --data-parallel-size would overwrite each "
                 "other's file. Record the load of one replica."
             )
-        for name in ("node_rank", "master_addr", "master_port"):
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        names = ("node_rank", "master_addr", "master_port", "node_timeout")
+        for name in (*names, "cluster_secret", "cluster_secret_file"):
             default = type(self).__dataclass_fields__[name].default
             if self.nnodes == 1 and getattr(self, name) != default:
-                raise ConfigError(f"--{name.replace('_', '-')} does nothing without --nnodes.")
-        if self.nnodes > 1 and self.data_parallel_size > 1:
+                raise ConfigError(f"{flag(name)} does nothing without --nnodes.")
+        if self.nnodes == 1:
+            return
+        if self.data_parallel_size > 1:
             raise ConfigError(
                 f"--data-parallel-size {self.data_parallel_size} runs on one machine, and --nnodes is "
                 f"{self.nnodes}. Start one server per machine behind a load balancer."
             )
-        if self.nnodes > 1:
+        if self.master_port > 65535:
+            raise ConfigError(f"--master-port must be at most 65535, got {self.master_port}.")
+        if not 0.0 < self.node_timeout < math.inf:
+            raise ConfigError(f"--node-timeout must be above 0, got {self.node_timeout:g}.")
+        if self.cluster_secret is not None and self.cluster_secret_file is not None:
             raise ConfigError(
-                f"--nnodes {self.nnodes}: the ranks of a model are on one machine in this version. Leave "
-                "it out."
+                "--cluster-secret (or $WINDLASS_CLUSTER_SECRET) and --cluster-secret-file are both "
+                "given. Use one."
+            )
+        tp, own = self.tensor_parallel_size, self.ranks_per_node
+        if tp % own and own % tp:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} gives each machine {own} ranks, which cuts some groups of "
+                f"--tensor-parallel-size {tp} and not others. Choose sizes of which one divides the "
+                "other."
             )
 
     @property
@@ -114,8 +152,15 @@ class ParallelConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """Processes of one replica on this machine."""
+        """Processes of one replica on each machine: machine n has the ranks from n times this."""
         return self.num_ranks // self.nnodes
+
+    @property
+    def node_ranks(self) -> range:
+        """The ranks on this machine."""
+        return range(
+            self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node
+        )
 
     @property
     def processes_per_node(self) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from windlass.build import import_torch
 from windlass.parallel import launch
+from windlass.parallel.rank_process import run_rank
 
 _NUM_RANKS = 3  # beside rank 0
 
@@ -23,7 +24,7 @@ def _serve(sessions: Connection) -> None:
     import_torch()
     while (session := sessions.recv()) is not None:
         with suppress(SystemExit):  # the rank's error was reported to rank 0
-            launch.run_rank(*session)
+            run_rank(*session)
         del session
         gc.collect()
         sessions.send("ended")
@@ -75,13 +76,13 @@ def pooled_ranks() -> Iterator[pytest.MonkeyPatch]:
                 receiver, pipe = multiprocessing.get_context("spawn").Pipe(duplex=False)
                 self._pipes.append(pipe)
                 pool.start(index, self.session(prepare, receiver, end, index))
-                self._poll.register(self._links[index], 1)
+                self.watch_link(launch._Link(self._near[index], f"rank {index + 1}"))
             self._ends = ends  # closed by the garbage collector, when the processes have them
 
-        def close(self) -> None:
+        def close(self, reason: str = "") -> None:
             if not self._closed:
-                super().close()
-                for index in range(len(self._links)):
+                super().close(reason)
+                for index in range(len(self._near)):
                     pool.wait(index)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,11 +16,12 @@ _log = logging.getLogger("windlass.serve")
 
 API_KEY_VARIABLE = "WINDLASS_API_KEY"
 _VARIABLES = {"api_key": API_KEY_VARIABLE, "admin_key": "WINDLASS_ADMIN_KEY"}
+_CLUSTER_SECRET = "WINDLASS_CLUSTER_SECRET"
 _ARG_START, _ARG_END = 47, 48  # fields of /proc/self/stat, from 0
 
 
 # Parameters with secrets, of all commands.
-_SECRETS = ("api_key", "admin_key", "hf_token", "header")
+_SECRETS = ("api_key", "admin_key", "cluster_secret", "hf_token", "header")
 
 
 def with_environment_keys(
@@ -38,6 +39,9 @@ def with_environment_keys(
             check_key(key, f"${variable}")
             values[name] = [*values.get(name, ()), key]
             del environment[variable]
+    secret = environment.pop(_CLUSTER_SECRET, None)
+    if secret is not None and values.get("nnodes", 1) > 1:
+        values.setdefault("cluster_secret", secret)
     return values
 
 

@@ -1,12 +1,14 @@
 """Broadcasts messages from rank 0 to the other ranks.
 
 On one machine a message lies once in a ring of shared memory, and a rank gets its length through its
-link, a socket pair: a blocked read costs no core, and the system call orders the memory. On other
-machines the message follows its length through the link.
+link, a socket pair: a blocked read costs no core, and the system call orders the memory. Every other
+machine has one link, through which the message follows its length; the machine writes it into its own
+ring (node.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -17,6 +19,7 @@ from windlass.parallel.segment import Segment
 _LENGTH = struct.Struct("<I")
 _CONSUMED = struct.Struct("<Q")
 _MORE = 1 << 31  # in a length: a further piece of the message follows
+_END = 1 << 30  # in a length: no message follows, and the piece says why
 _LINE = 64  # bytes: every rank's counter has a cache line
 _RING_BYTES = 16 * 2**20
 _FULL_S = 0.00005  # pause while a rank has not read enough of the ring
@@ -58,7 +61,10 @@ class _Ring:
 
 
 class Sender:
-    """Owns the writing end. `near`: links to ranks on this machine, in the order of the ring's readers."""
+    """Owns the writing end. `near`: links to ranks on this machine, in the order of the ring's readers.
+
+    `far`: links to other machines.
+    """
 
     def __init__(
         self, segment: Segment, near: Sequence[socket.socket], far: Sequence[socket.socket] = ()
@@ -84,6 +90,15 @@ class Sender:
             if not left:
                 return
 
+    def end(self, reason: str) -> None:
+        """Say why this is the end, without waiting; empty: as intended. Ranks of this machine need no reason."""
+        piece = reason.encode()[: _END - 1]
+        for link in self._far:
+            with contextlib.suppress(
+                OSError
+            ):  # the link is broken, or full since the machine hangs
+                link.send(_LENGTH.pack(len(piece) | _END) + piece, socket.MSG_DONTWAIT)
+
     def _wait_for_room(self, count: int, check: Callable[[], None]) -> None:
         readers = range(len(self._near))
         while (
@@ -105,17 +120,21 @@ class Receiver:
             segment, count, self._reader = ring
             self._ring = _Ring(segment, count)
         self._position = 0
+        self.end_reason: str | None = None  # why the sender ended, if it said so
 
     def receive(self) -> bytes | None:
-        """The next message; None: rank 0 has closed the link."""
+        """The next message; None: rank 0 has ended or closed the link."""
         pieces = []
         while True:
             header = receive_exactly(self._link, _LENGTH.size)
             if header is None:
                 return None
             (length,) = _LENGTH.unpack(header)
-            piece = self._piece(length & ~_MORE)
+            piece = self._piece(length & ~(_MORE | _END))
             if piece is None:
+                return None
+            if length & _END:
+                self.end_reason = piece.decode()
                 return None
             pieces.append(piece)
             if not length & _MORE:
@@ -136,7 +155,7 @@ def receive_exactly(link: socket.socket, count: int) -> bytes | None:
     while len(found) < count:
         try:
             more = link.recv(count - len(found))
-        except ConnectionError:
+        except OSError:  # reset, or no answer within the socket's time limit
             return None
         if not more:
             return None

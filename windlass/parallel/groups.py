@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from windlass.parallel.mesh import (
     SingleRank,
     SymmetricMemory,
 )
-from windlass.parallel.place import Place
+from windlass.parallel.place import Place, StoreFile
 
 # A rank that died is noticed by its closed link long before.
 _TIMEOUT = timedelta(minutes=30)
+_GLOO_THREADS = 2  # torch's own default
 _TAG = 0  # of tensors that one rank sends to another
 
 
@@ -116,8 +118,7 @@ def connect(place: Place) -> Mesh:
         if len(members) == 1:
             return SingleRank()
         own = c10d.PrefixStore(name, store)
-        backend = c10d.ProcessGroupGloo(own, members.index(rank), len(members), timeout=_TIMEOUT)
-        return GlooGroup(backend)
+        return GlooGroup(_gloo(place, own, members.index(rank), len(members)))
 
     def connect_gpus(device: torch.device) -> GpuGroups:
         return _connect_gpus(place, store, sharing, device)
@@ -158,7 +159,7 @@ def _connect_gpus(
         why_not = why_unreachable(device, tp)
         if not least(sharing, why_not is None):  # all ranks must choose alike
             why_not = why_not or "a GPU cannot read the memory of another"
-    name = f"symmetric-{stage}-{place.store_file}"  # a process may have several engines
+    name = f"symmetric-{stage}-{place.store.name}"  # a process may have several engines
 
     def share(num_bytes: int) -> SymmetricMemory:
         return share_memory(
@@ -179,14 +180,27 @@ def _connect_gpus(
 
 
 def _store(place: Place) -> c10d.Store:
-    """Where the ranks find each other: a file on one machine, else the first machine's port."""
-    parallel = place.parallel
-    if place.store_file is not None:
-        return c10d.FileStore(place.store_file, parallel.num_ranks)
+    store, num_ranks = place.store, place.parallel.num_ranks
+    if isinstance(store, StoreFile):
+        return c10d.FileStore(store.path, num_ranks)
     return c10d.TCPStore(
-        parallel.master_addr,
-        parallel.master_port,
-        parallel.num_ranks,
-        is_master=place.rank == 0,
+        store.address,
+        store.port,
+        num_ranks,
+        is_master=store.listener is not None,
         timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=store.listener,
     )
+
+
+def _gloo(place: Place, store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroupGloo:
+    if isinstance(place.store, StoreFile):
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=_TIMEOUT)
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = _TIMEOUT
+    options._threads = _GLOO_THREADS
+    # Not the host's name: it may stand for an address that other machines cannot reach.
+    options._devices = [gloo.create_device(hostname=place.store.own_address)]
+    return c10d.ProcessGroupGloo(store, rank, size, options)

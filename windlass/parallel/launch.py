@@ -1,8 +1,9 @@
-"""Starts the other ranks of a replica, watches them, and ends them.
+"""Starts ranks of a replica as processes, watches them, and ends them.
 
-Rank 0 is the engine's own process. Each other rank is a process with a link, a socket: rank 0 sends
-commands through it (channel.py), the rank sends replies and heartbeats. A closed link is a dead rank, a
-silent one a rank that hangs; either takes the replica down. A rank ends when its link is closed.
+Rank 0 is the engine's own process (`Ranks`). Each other rank of its machine is a process with a link, a
+socket: rank 0 sends commands through it (channel.py), the rank sends replies and heartbeats. A further
+machine has one link for all its ranks (rendezvous.py, node.py). A closed link is a dead rank or machine,
+a silent one hangs; either takes the replica down. A rank ends when its link is closed.
 """
 
 from __future__ import annotations
@@ -14,99 +15,92 @@ import multiprocessing
 import os
 import queue
 import select
-import signal
 import socket
-import struct
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from windlass import errors
-from windlass.child_process import die_with_parent
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
-from windlass.parallel.channel import Receiver, Sender, make_ring, receive_exactly
-from windlass.parallel.place import Place
-from windlass.parallel.segment import Exchange, Segment
+from windlass.parallel.channel import Sender, make_ring
+from windlass.parallel.place import Place, StoreFile, StoreServer
+from windlass.parallel.rank_process import (
+    BUILT,
+    HEARTBEAT_S,
+    BuildRank,
+    Failed,
+    Reply,
+    rank_main,
+    read_report,
+)
+from windlass.parallel.rendezvous import Master, Nodes, Start, send_frame
+from windlass.parallel.segment import Exchange
 
 _log = logging.getLogger("windlass.parallel")
 
-_HEARTBEAT_S = 0.25
 _SILENT_S = 3.0  # without a heartbeat, a rank hangs
 _STALL_S = 1.0  # this process did not run for so long: ranks may not have run either
+_BLAME_S = 2 * HEARTBEAT_S  # the loss of another rank may be the reason of a failure
 _EXIT_GRACE_S = 1.0  # for the step in progress to raise
+_LOADING_GRACE_S = 3.0  # for a build in progress to raise
 _JOIN_S = 5.0
-_HEADER = struct.Struct("<I")
-
-
-class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """A rank could not be built, or a command failed."""
-
-    kind: str
-    text: str
-
-
-class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """A rank is ready to meet the others, has been built, or has handled a command."""
-
-    value: bytes = b""
-
-
-_BUILT = b"built"
-
 
 _decode = msgspec.msgpack.Decoder(Failed | Reply).decode
 
 
-# Handles one command, and returns its reply or None.
-Handler = Callable[[bytes], bytes | None]
-# Builds a rank. It calls its second argument before it waits for other ranks for the first time.
-BuildRank = Callable[[Place, Callable[[], object]], Handler]
+@dataclass(slots=True)
+class _Link:
+    """To a rank of this machine (`process`), or to another machine."""
+
+    socket: socket.socket
+    name: str
+    process: BaseProcess | None = None
+    heard: float = 0.0
+    failed: bool = False  # it has reported an error, and ends
 
 
-class Ranks:
-    """The other ranks, as rank 0 sees them.
+class RankProcesses:
+    """The ranks that this process has started on its machine, each with its link.
 
-    `exit_when_lost`: end this process soon after a rank is lost, also between steps.
+    `heard_from` and `lost_all` are for subclasses; the watching thread calls them.
     """
 
     def __init__(
-        self,
-        parallel: ParallelConfig,
-        prepare: Callable[[], None],
-        *,
-        exit_when_lost: bool = False,
+        self, parallel: ParallelConfig, prepare: Callable[[], None], ranks: range, where: str = ""
     ) -> None:
-        """Start the processes, which call `prepare` and wait for `build`."""
-        self._exit_when_lost = exit_when_lost
-        self._folder = tempfile.TemporaryDirectory(prefix="windlass-ranks-")
-        tp = parallel.tensor_parallel_size
-        self._exchanges = [Exchange.of(tp) for _ in range(parallel.pipeline_parallel_size)]
-        store = os.path.join(self._folder.name, "store")
-        self.place = Place(0, parallel, store, self._exchanges[0])
-        count = parallel.ranks_per_node - 1
-        pairs = [socket.socketpair() for _ in range(count)]
-        self._links = [own for own, _ in pairs]
-        self._segment = make_ring(count)
-        self._sender = Sender(self._segment, self._links)
-        self._replies = [queue.SimpleQueue[Failed | Reply]() for _ in self._links]
+        """Start the processes, which call `prepare` and wait for `build`. `where`: for messages."""
+        self._where = where
+        self._ranks = ranks
+        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        own = parallel.node_ranks
+        self._exchanges = {
+            stage: Exchange.of(tp)
+            for stage in range(stages)
+            if stage * tp in own and (stage + 1) * tp - 1 in own
+        }
+        self._tp = tp
+        pairs = [socket.socketpair() for _ in ranks]
+        self._near = [own for own, _ in pairs]
+        self._segment = make_ring(len(ranks))
+        self._sender = Sender(self._segment, self._near)
         self._failure: EngineError | None = None
+        self._suspect: tuple[float, EngineError] | None = None
         self._lock = threading.Lock()
-        self._on_loss: list[Callable[[], None]] = []
         self._closed = False
-        self._built = False
+        self._unbuilt = self._expected()
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._links: list[_Link] = []
         self._poll = select.poll()
-        self._heard = [0.0] * count
         self._ticked = 0.0
         started = threading.Event()
         # The kernel ends a rank with the thread that started it, which must therefore live on.
@@ -124,21 +118,187 @@ class Ranks:
     def __del__(self) -> None:
         self.close()
 
-    def build(self, build: BuildRank) -> None:
-        """Send every rank its build function."""
-        for rank, pipe in enumerate(self._pipes, start=1):
+    def _expected(self) -> set[int]:
+        """The ranks whose replies arrive here."""
+        return set(self._ranks)
+
+    def _send_build(self, build: BuildRank, place: Place) -> None:
+        for rank, pipe in zip(self._ranks, self._pipes, strict=True):
             with contextlib.suppress(BrokenPipeError):  # the watcher notices its death
-                pipe.send((build, replace(self.place, rank=rank, exchange=None)))
+                pipe.send((build, replace(place, rank=rank, exchange=None)))
                 pipe.close()
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def _built(self) -> bool:
+        return not self._unbuilt
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._near:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(_JOIN_S)
+        _end(self._processes)
+        for link in self._near:
+            link.close()
+
+    # ---- the watching thread -------------------------------------------------------------------
+
+    def start(self, prepare: Callable[[], None], ends: Sequence[socket.socket]) -> None:
+        """Start the processes; `ends`: their ends of the links."""
+        spawn = multiprocessing.get_context("spawn")
+        for index, end in enumerate(ends):
+            receiver, pipe = spawn.Pipe(duplex=False)
+            with receiver, end:
+                process = spawn.Process(
+                    target=rank_main,
+                    args=self.session(prepare, receiver, end, index),
+                    name=f"windlass-rank-{self._ranks[index]}",
+                    daemon=True,
+                )
+                process.start()
+            self._processes.append(process)
+            self._pipes.append(pipe)
+            name = f"rank {self._ranks[index]}{self._where}"
+            self.watch_link(_Link(self._near[index], name, process))
+
+    def watch_link(self, link: _Link) -> None:
+        link.heard = time.monotonic()
+        self._links.append(link)
+        self._poll.register(link.socket, select.POLLIN)
+
+    def session(
+        self, prepare: Callable[[], None], setup: Connection, end: socket.socket, index: int
+    ) -> tuple[Any, ...]:
+        """The arguments of `run_rank`."""
+        exchange = self._exchanges.get(self._ranks[index] // self._tp)
+        return prepare, setup, end, (self._segment, len(self._ranks), index), exchange
+
+    def watch(self, ready: Sequence[int]) -> bool:
+        """Read the links that have something to read, and look for silent ranks; False: all ended."""
+        now = time.monotonic()
+        stalled = now - self._ticked > _STALL_S
+        self._ticked = now
+        for link in [link for link in self._links if not link.failed]:
+            # A rank that loads weights may hold the interpreter; another machine's process does not.
+            if stalled or (link.process is not None and not self._built):
+                link.heard = now
+            if link.socket.fileno() in ready:
+                link.heard = now
+                if not self._read(link) and not self._closed:
+                    self._fail(WorkerDied(_describe_end(link)))
+            elif (silent := now - link.heard) > _SILENT_S:
+                self._fail(WorkerDied(f"{link.name} hangs: no heartbeat for {silent:.1f} s."))
+        if self._suspect is not None and now - self._suspect[0] > _BLAME_S:
+            self._fail(self._suspect[1])
+        return not self._closed and self._failure is None
+
+    def _read(self, link: _Link) -> bool:
+        """Take one report of a link; False: it is closed."""
+        report = read_report(link.socket)
+        if report is None:
+            return False
+        rank, frame = report
+        if frame:
+            message = _decode(frame)
+            if isinstance(message, Failed):
+                link.failed = True
+                self._poll.unregister(link.socket)
+                self._blame(rank, message)
+            else:
+                if message.value == BUILT:
+                    self._unbuilt.discard(rank)
+                self.heard_from(rank, frame, message)
+        return True
+
+    def _blame(self, rank: int, failed: Failed) -> None:
+        """Take the error of a rank. One that is not Windlass' own waits: another rank may be lost."""
+        kind = getattr(errors, failed.kind, None)
+        if kind is not None:
+            self._fail(kind(failed.text))
+        elif self._suspect is None:
+            text = f"rank {rank}{self._where}: {failed.text}"
+            self._suspect = time.monotonic(), EngineError(text)
+
+    def heard_from(self, rank: int, frame: bytes, reply: Reply) -> None:
+        raise NotImplementedError
+
+    def lost_all(self, error: EngineError) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: EngineError) -> None:
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+        _log.error("%s The replica ends.", error)
+        for process in self._processes:
+            process.kill()
+        for exchange in self._exchanges.values():
+            exchange.set_lost()
+        self.lost_all(error)
+
+
+class Ranks(RankProcesses):
+    """The other ranks, as rank 0 sees them.
+
+    `master`: how further machines join, if there are any. `exit_when_lost`: end this process soon after
+    a rank is lost, also between steps.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        prepare: Callable[[], None],
+        *,
+        exit_when_lost: bool = False,
+        master: Master | None = None,
+    ) -> None:
+        self._exit_when_lost = exit_when_lost
+        self._nodes = None if master is None else Nodes(master, parallel)
+        self._folder = tempfile.TemporaryDirectory(prefix="windlass-ranks-")
+        self._parallel = parallel
+        self._replies = {rank: queue.SimpleQueue[Reply]() for rank in range(1, parallel.num_ranks)}
+        self._far: list[socket.socket] = []
+        super().__init__(parallel, prepare, range(1, parallel.ranks_per_node))
+        self.place = Place(0, parallel, self._store(), self._exchanges.get(0))
+
+    def _expected(self) -> set[int]:
+        return set(self._replies)
+
+    def _store(self) -> StoreFile | StoreServer:
+        if self._nodes is None:
+            return StoreFile(os.path.join(self._folder.name, "store"))
+        address = self._nodes.listener.getsockname()[0]
+        listener = socket.create_server((address, 0), family=self._nodes.listener.family)
+        port = listener.getsockname()[1]
+        return StoreServer(address, port, own_address=address, listener=listener.detach())
+
+    def build(self, build: BuildRank) -> None:
+        """Send every rank its build function, when all machines have joined."""
+        place = self.place
+        if self._nodes is not None and isinstance(place.store, StoreServer):
+            for node in self._nodes.wait(self.check):
+                send_frame(node.link, Start(place.store.port))
+                self._far.append(node.link)
+                self.watch_link(_Link(node.link, node.name))
+            self._sender = Sender(self._segment, self._near, self._far)
+            place = replace(place, store=replace(place.store, listener=None))
+        self._send_build(build, place)
 
     def wait_until_ready(self) -> None:
         """Wait until every rank is ready to meet the others, or is built; raises the first error."""
-        for index in range(len(self._links)):
-            self._built = self._next_reply(index).value == _BUILT
-
-    def when_lost(self, call: Callable[[], None]) -> None:
-        """Call this from another thread when a rank is lost, to end waiting for it."""
-        self._on_loss.append(call)
+        for rank in self._replies:
+            self.reply(rank)
 
     def send(self, message: bytes) -> None:
         """Send a command to all ranks, which handle commands in order."""
@@ -151,21 +311,19 @@ class Ranks:
     def ask(self, message: bytes) -> list[bytes]:
         """Send a command and wait for the replies of all ranks."""
         self.send(message)
-        return [self._next_reply(index).value for index in range(len(self._links))]
+        return [self.reply(rank) for rank in self._replies]
 
     def reply(self, rank: int) -> bytes:
         """The next reply of a rank."""
-        return self._next_reply(rank - 1).value
-
-    def check(self) -> None:
-        """Raise if a rank is lost."""
-        if self._failure is not None:
-            raise self._failure
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._replies[rank].get(timeout=HEARTBEAT_S).value
+            self.check()
 
     def lost(self, error: BaseException) -> EngineError:
         """The error to raise after a command failed here: the other ranks cannot go on either."""
-        deadline = time.monotonic() + 2 * _HEARTBEAT_S
         # The end of a rank may be the reason, and be noticed a little later.
+        deadline = time.monotonic() + _BLAME_S + 2 * HEARTBEAT_S
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._failure is None:
@@ -173,113 +331,55 @@ class Ranks:
         assert self._failure is not None
         return self._failure
 
-    def close(self) -> None:
-        """End the ranks."""
-        if self._closed:
-            return
-        self._closed = True
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-        if self._watcher is not threading.current_thread():
-            self._watcher.join(_JOIN_S)
-        _end(self._processes)
-        for link in self._links:
-            link.close()
-        self._folder.cleanup()
+    def close(self, reason: str = "") -> None:
+        """End the ranks. `reason`: why, for other machines; empty: as intended."""
+        if not self._closed:
+            self._end_nodes(reason or str(self._failure or ""))
+            super().close()
+            if self._nodes is not None:
+                self._nodes.close()
+            self._folder.cleanup()
 
     # ---- the watching thread -------------------------------------------------------------------
 
     def start(self, prepare: Callable[[], None], ends: Sequence[socket.socket]) -> None:
-        """Start the processes; `ends`: their ends of the links."""
-        spawn = multiprocessing.get_context("spawn")
-        for index, end in enumerate(ends):
-            receiver, pipe = spawn.Pipe(duplex=False)
-            with receiver, end:
-                process = spawn.Process(
-                    target=_rank_main,
-                    args=self.session(prepare, receiver, end, index),
-                    name=f"windlass-rank-{index + 1}",
-                    daemon=True,
-                )
-                process.start()
-            self._processes.append(process)
-            self._pipes.append(pipe)
-            self._poll.register(self._links[index], select.POLLIN)
-
-    def session(
-        self, prepare: Callable[[], None], setup: Connection, end: socket.socket, index: int
-    ) -> tuple[Any, ...]:
-        """The arguments of `run_rank`."""
-        exchange = self._exchanges[(index + 1) // self.place.parallel.tensor_parallel_size]
-        return prepare, setup, end, (self._segment, len(self._links), index), exchange
+        super().start(prepare, ends)
+        if self._nodes is not None:
+            self._poll.register(self._nodes.listener, select.POLLIN)
 
     def watch(self, ready: Sequence[int]) -> bool:
-        """Read the links that have something to read, and look for silent ranks; False: all ended."""
-        now = time.monotonic()
-        if now - self._ticked > _STALL_S or not self._built:
-            self._heard = [now] * len(self._heard)
-        self._ticked = now
-        for index, link in enumerate(self._links):
-            if link.fileno() in ready:
-                self._heard[index] = now
-                if not self._read(index) and not self._closed:
-                    self._fail(WorkerDied(self._describe_end(index)))
-            elif (silent := now - self._heard[index]) > _SILENT_S:
-                self._fail(WorkerDied(f"rank {index + 1} hangs: no heartbeat for {silent:.1f} s."))
-        return not self._closed and self._failure is None
+        if self._nodes is not None and self._nodes.listener.fileno() in ready:
+            self._nodes.accept()
+        return super().watch(ready)
 
-    def _read(self, index: int) -> bool:
-        """Take one message of a link; False: it is closed."""
-        header = receive_exactly(self._links[index], _HEADER.size)
-        if header is None:
-            return False
-        (length,) = _HEADER.unpack(header)
-        if length:
-            frame = receive_exactly(self._links[index], length)
-            if frame is None:
-                return False
-            message = _decode(frame)
-            self._replies[index].put(message)
-            if isinstance(message, Failed):
-                self._fail(_rebuilt(message, index + 1))
-        return True
+    def heard_from(self, rank: int, frame: bytes, reply: Reply) -> None:
+        del frame
+        self._replies[rank].put(reply)
 
-    def _describe_end(self, index: int) -> str:
-        process = self._processes[index]
-        process.join(_JOIN_S)
-        code = process.exitcode
-        if code is not None and code < 0:
-            return f"rank {index + 1} was ended by signal {-code}."
-        return f"rank {index + 1} ended with exit code {code}; see its log."
+    def _end_nodes(self, reason: str) -> None:
+        if self._nodes is not None:
+            self._nodes.ended = True
+            self._sender.end(reason)
 
-    def _fail(self, error: EngineError) -> None:
-        with self._lock:
-            if self._failure is not None or self._closed:
+    def lost_all(self, error: EngineError) -> None:
+        self._end_nodes(str(error))
+        for link in self._far:  # also ends a send that waits for another machine
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        # While this rank is built, the lost rank of its machine makes it raise an error to report; that
+        # of another machine may leave it waiting for a connection.
+        if not self._exit_when_lost or not (self._built or self._far):
+            return
+        deadline = time.monotonic() + (_EXIT_GRACE_S if self._built else _LOADING_GRACE_S)
+        while time.monotonic() < deadline:
+            if self._closed and not self._built:  # the error is being reported
                 return
-            self._failure = error
-        _log.error("%s The replica ends.", error)
-        for process in self._processes:
-            process.kill()
-        for exchange in self._exchanges:
-            exchange.set_lost()
-        for call in self._on_loss:
-            call()
-        if self._exit_when_lost and self._built:
-            time.sleep(_EXIT_GRACE_S)
-            os._exit(1)
-
-    def _next_reply(self, index: int) -> Reply:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                message = self._replies[index].get(timeout=_HEARTBEAT_S)
-                if isinstance(message, Reply):
-                    return message
-            self.check()
+            time.sleep(0.05)
+        os._exit(1)
 
 
 def _start_and_watch(
-    owner: weakref.ref[Ranks],
+    owner: weakref.ref[RankProcesses],
     prepare: Callable[[], None],
     ends: Sequence[socket.socket],
     started: threading.Event,
@@ -294,24 +394,27 @@ def _start_and_watch(
         started.set()
     while ranks is not None:
         del ranks
-        ready = [descriptor for descriptor, _ in poll.poll(1000 * _HEARTBEAT_S)]
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * HEARTBEAT_S)]
         ranks = owner()
         if ranks is not None and not ranks.watch(ready):
             return
 
 
-def _close(owner: weakref.ref[Ranks]) -> None:
+def _close(owner: weakref.ref[RankProcesses]) -> None:
     ranks = owner()
     if ranks is not None:
         ranks.close()
 
 
-def _rebuilt(failed: Failed, rank: int) -> EngineError:
-    """The error of a rank, with its own class if it has no further arguments."""
-    kind = getattr(errors, failed.kind, EngineError)
-    return (
-        kind(failed.text) if kind is not EngineError else EngineError(f"rank {rank}: {failed.text}")
-    )
+def _describe_end(link: _Link) -> str:
+    process = link.process
+    if process is None:
+        return f"{link.name} has closed its connection: its process ended, or its network failed."
+    process.join(_JOIN_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"{link.name} was ended by signal {-code}."
+    return f"{link.name} ended with exit code {code}; see its log."
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
@@ -320,74 +423,3 @@ def _end(processes: Sequence[BaseProcess]) -> None:
             process.join(0.5)
             process.kill()
         process.join(_JOIN_S)
-
-
-# ---- the rank's process ------------------------------------------------------------------------
-
-
-def _rank_main(*session: Any) -> NoReturn:
-    """Main function of a rank's process."""
-    die_with_parent()
-    # A terminal and a service manager signal the whole process group; rank 0's parent handles signals.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
-    code = 1
-    try:
-        run_rank(*session)
-        code = 0
-    except EOFError:  # rank 0 ended before it sent the build
-        pass
-    finally:
-        os._exit(code)
-
-
-def run_rank(
-    prepare: Callable[[], None],
-    setup: Connection,
-    link: socket.socket,
-    ring: tuple[Segment, int, int],
-    exchange: Exchange,
-) -> None:
-    """Build a rank, then handle commands until rank 0 closes the link."""
-    prepare()
-    build, place = setup.recv()
-    place = replace(place, exchange=exchange)
-    serve_link(link, Receiver(link, ring), lambda ready: build(place, ready))
-
-
-def serve_link(
-    link: socket.socket, receiver: Receiver, build: Callable[[Callable[[], object]], Handler]
-) -> None:
-    """Build a rank and handle the commands of rank 0; reports errors to it."""
-    lock = threading.Lock()
-
-    def send(message: Failed | Reply | None) -> bool:
-        """False: rank 0 has closed the link."""
-        frame = b"" if message is None else msgspec.msgpack.encode(message)
-        try:
-            with lock:
-                link.sendall(_HEADER.pack(len(frame)) + frame)
-        except OSError:
-            return False
-        return True
-
-    def beat() -> None:
-        while send(None):
-            time.sleep(_HEARTBEAT_S)
-
-    try:
-        handle = build(lambda: send(Reply()))
-        send(Reply(_BUILT))
-        threading.Thread(target=beat, daemon=True).start()
-        while (message := receiver.receive()) is not None:
-            reply = handle(message)
-            if reply is not None:
-                send(Reply(reply))
-    except Exception as error:  # process boundary: reported to rank 0
-        if not isinstance(error, EngineError):
-            _log.exception("a rank failed")
-        text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        send(Failed(type(error).__name__, text))
-        link.shutdown(socket.SHUT_WR)
-        raise SystemExit(1) from error

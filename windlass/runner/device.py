@@ -182,7 +182,8 @@ def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
     ranks, count = parallel.ranks_per_node, torch.cuda.device_count()
     if ranks > count and backend != "gloo":
         raise ConfigError(
-            f"{ranks} ranks (--tensor-parallel-size times --pipeline-parallel-size) need a GPU each, and "
+            f"{ranks} ranks on this machine (--tensor-parallel-size times --pipeline-parallel-size, divided "
+            f"by --nnodes) need a GPU each, and "
             f"torch sees {count}. Use at most {count}, or --distributed-backend gloo to share a GPU, "
             "which is slow."
         )

@@ -19,7 +19,7 @@ from windlass.errors import ConfigError
 
 _PACKAGES = ("windlass", "torch", "triton", "transformers", "numpy")
 # Options that are never written to a file.
-_SECRETS = ("hf_token", "api_key", "header")
+_SECRETS = ("hf_token", "api_key", "cluster_secret", "header")
 
 
 @dataclass(frozen=True, slots=True)

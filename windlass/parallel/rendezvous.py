@@ -1,0 +1,441 @@
+"""How the machines of a replica find and trust each other before plans are sent.
+
+Node 0 listens; every other node connects to it, once per start of the engine. Both prove that they
+know the cluster's secret (HMAC over nonces of both), so neither takes commands or replies from a
+stranger. Messages are msgpack: nothing from the network is unpickled. Then node 0 compares what must be
+alike: versions, model, options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from windlass.config import ParallelConfig
+from windlass.errors import ConfigError, EngineError
+from windlass.parallel.channel import receive_exactly
+
+_log = logging.getLogger("windlass.parallel")
+
+_HANDSHAKE_S = 5.0
+_PROGRESS_S = 10.0
+_RETRY_S = 0.25
+_SILENT_S = 3  # without an acknowledgement, the other machine is lost
+_MAX_FRAME_BYTES = 2**18  # before a node is trusted
+_MAX_HANDSHAKES = 8
+_MIN_SECRET = 16
+_LENGTH = struct.Struct("<I")
+_PROTOCOL = "windlass-nodes-1"
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Node 0 to a node that has connected."""
+
+    protocol: str
+    nonce: bytes
+
+
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """A node to node 0. `facts` must be those of node 0."""
+
+    node_rank: int
+    facts: dict[str, str]
+    nonce: bytes
+    proof: bytes
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Node 0 does not take the node. `taken`: since another one has its rank."""
+
+    reason: str
+    taken: bool = False
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Node 0 takes the node, and proves that it knows the secret."""
+
+    proof: bytes
+
+
+class Start(msgspec.Struct, tag="start", frozen=True):
+    """All nodes are there. `store_port`: of the server where the ranks find each other."""
+
+    store_port: int
+
+
+T = TypeVar("T", bound=Hello | Join | Refused | Welcome | Start)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What this machine shows to the others, and the secret that they share."""
+
+    facts: Mapping[str, str]  # by names for messages: "--max-num-seqs", "the Windlass version"
+    secret: bytes
+
+    def proof(self, role: str, hello: Hello, *, nonce: bytes, node_rank: int) -> bytes:
+        facts = msgspec.msgpack.encode(sorted(self.facts.items()))
+        parts = (_PROTOCOL, role, str(node_rank))
+        text = b"\0".join([*(part.encode() for part in parts), hello.nonce, nonce, facts])
+        return hmac.digest(self.secret, text, hashlib.sha256)
+
+
+def identify(parallel: ParallelConfig, facts: Mapping[str, str]) -> Identity:
+    """This machine's identity; raises if the network could reach it without a secret."""
+    secret = parallel.cluster_secret
+    source = "--cluster-secret"
+    if parallel.cluster_secret_file is not None:
+        source = f"--cluster-secret-file {parallel.cluster_secret_file}"
+        try:
+            secret = Path(parallel.cluster_secret_file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}.") from error
+    if secret is not None and len(secret) < _MIN_SECRET:
+        raise ConfigError(
+            f"{source} has {len(secret)} characters, and at least {_MIN_SECRET} are needed. Make one "
+            "with: openssl rand -hex 32"
+        )
+    if secret is None and not _is_loopback(parallel.master_addr):
+        raise ConfigError(
+            f"--master-addr {parallel.master_addr} can be reached from other machines, and only a shared "
+            "secret keeps strangers from sending commands to the ranks. Make one with `openssl rand -hex "
+            "32 > cluster.secret`, copy the file to all machines, and add --cluster-secret-file "
+            "cluster.secret (or set $WINDLASS_CLUSTER_SECRET)."
+        )
+    return Identity(facts, (secret or "").encode())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for another address later
+        return host == "localhost"
+
+
+# ---- frames ------------------------------------------------------------------------------------
+
+
+def send_frame(link: socket.socket, message: msgspec.Struct) -> None:
+    frame = msgspec.msgpack.encode(message)
+    link.sendall(_LENGTH.pack(len(frame)) + frame)
+
+
+def receive_frame(link: socket.socket, kinds: type[T]) -> T | None:
+    """The next message of one of these kinds; None: the link is closed, or no answer came in time."""
+    header = receive_exactly(link, _LENGTH.size)
+    if header is None:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    if length > _MAX_FRAME_BYTES:
+        raise msgspec.DecodeError(f"a message of {length} bytes")
+    frame = receive_exactly(link, length)
+    return None if frame is None else msgspec.msgpack.decode(frame, type=kinds)
+
+
+def keep_alive(link: socket.socket) -> None:
+    """Close the link soon after the other machine is gone without a word, and send without delay."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S)
+
+
+def limit_reads(link: socket.socket, seconds: float) -> None:
+    """Let reads of a blocking socket end without a result after this time; 0: never."""
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+# ---- node 0 ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """What the engine of node 0 needs to meet the others; small enough to send to its process."""
+
+    listener: socket.socket
+    identity: Identity
+
+
+def listen(parallel: ParallelConfig, facts: Mapping[str, str]) -> Master:
+    """Open node 0's port. It stays open while engines are restarted, so nodes can wait there."""
+    identity = identify(parallel, facts)
+    host, port = parallel.master_addr, parallel.master_port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(found[4][0]).is_unspecified:
+            raise ConfigError(
+                f"--master-addr {host} names all addresses of this machine. Give the one at which the "
+                "other machines reach it."
+            )
+        listener = socket.create_server(found[4][:2], family=found[0], backlog=64)
+    except OSError as error:
+        in_use = (
+            f"`ss -ltnp sport = :{port}` shows the process that has the port: stop it, or give all "
+            "machines another --master-port."
+        )
+        elsewhere = "Give an address of this machine; only node 0 listens (see --node-rank)."
+        raise ConfigError(
+            f"node 0 cannot listen on --master-addr {host} --master-port {port}: "
+            f"{error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)}. "
+            f"{in_use if error.errno == errno.EADDRINUSE else elsewhere}"
+        ) from error
+    listener.setblocking(False)
+    return Master(listener, identity)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedNode:
+    """A machine that has proven the secret, and waits for Start."""
+
+    node_rank: int
+    link: socket.socket
+    address: str
+
+    @property
+    def name(self) -> str:
+        return f"node {self.node_rank} ({self.address})"
+
+    def is_there(self) -> bool:
+        """Whether the link is open. A node sends nothing before Start."""
+        try:
+            return bool(self.link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+
+class Nodes:
+    """Takes the other machines of a replica; owns their links until they are handed out."""
+
+    def __init__(self, master: Master, parallel: ParallelConfig) -> None:
+        self.listener = master.listener
+        self._identity = master.identity
+        self._parallel = parallel
+        self._lock = threading.Lock()
+        self._joined: dict[int, JoinedNode] = {}
+        self._started = False
+        self.ended = False  # the engine ends: nodes that connect are for the next one
+        self._free = threading.Semaphore(_MAX_HANDSHAKES)
+
+    def accept(self) -> None:
+        """Take a connection that waits at the listener; its handshake runs in a thread."""
+        try:
+            link, (address, *_) = self.listener.accept()
+        except OSError:  # it is gone
+            return
+        if not self._free.acquire(blocking=False):
+            link.close()
+            return
+        threading.Thread(target=self._greet, args=(link, str(address)), daemon=True).start()
+
+    def _greet(self, link: socket.socket, address: str) -> None:
+        try:
+            keep_alive(link)
+            limit_reads(link, _HANDSHAKE_S)
+            hello = Hello(_PROTOCOL, secrets.token_bytes(32))
+            send_frame(link, hello)
+            join = receive_frame(link, Join)
+            if join is None or self.ended:
+                link.close()
+                return
+            refused = self._take(join, hello, link, address)
+            if refused is not None:
+                _log.warning(
+                    "node %s at %s is refused: %s", join.node_rank, address, refused.reason
+                )
+                send_frame(link, refused)
+                link.close()
+        except (OSError, msgspec.DecodeError) as error:  # a stranger, or it has left
+            _log.warning("a connection from %s to --master-port failed: %s", address, error)
+            link.close()
+        finally:
+            self._free.release()
+
+    def _take(self, join: Join, hello: Hello, link: socket.socket, address: str) -> Refused | None:
+        """Take a node, or return the reason why not."""
+        own, rank, nonce = self._identity, join.node_rank, join.nonce
+        sent = Identity(join.facts, own.secret).proof("node", hello, nonce=nonce, node_rank=rank)
+        if not hmac.compare_digest(sent, join.proof):
+            return Refused(
+                "its cluster secret is not that of node 0. Give all machines the same "
+                "--cluster-secret-file."
+            )
+        reason = _difference(own.facts, join.facts, rank)
+        if reason:
+            return Refused(reason)
+        if not 0 < rank < self._parallel.nnodes:
+            return Refused(f"--node-rank {rank} is not between 1 and {self._parallel.nnodes - 1}.")
+        with self._lock:
+            other = self._joined.get(rank)
+            if other is not None and (self._started or other.is_there()):
+                reason = (
+                    f"--node-rank {rank} is taken by the machine at {other.address}. Give every "
+                )
+                return Refused(reason + "machine a rank of its own.", taken=True)
+            proof = own.proof("master", hello, nonce=nonce, node_rank=rank)
+            send_frame(link, Welcome(proof))
+            limit_reads(link, _SILENT_S)
+            self._joined[rank] = JoinedNode(rank, link, address)
+        _log.info("node %d has joined from %s", rank, address)
+        return None
+
+    def wait(self, check: Callable[[], None]) -> list[JoinedNode]:
+        """Wait until all nodes are there, and return them in order. `check` raises if a rank is lost."""
+        began = shown = time.monotonic()
+        parallel = self._parallel
+        command = (
+            f"--nnodes {parallel.nnodes} --master-addr {parallel.master_addr} --master-port "
+            f"{parallel.master_port} --node-rank"
+        )
+        while True:
+            check()
+            with self._lock:
+                self._joined = {r: node for r, node in self._joined.items() if node.is_there()}
+                missing = [r for r in range(1, parallel.nnodes) if r not in self._joined]
+                if not missing:
+                    self._started = True
+                    return [self._joined[rank] for rank in range(1, parallel.nnodes)]
+            names = " and ".join(f"node {rank}" for rank in missing)
+            now = time.monotonic()
+            if now - began > parallel.node_timeout:
+                raise EngineError(
+                    f"{names} did not join within --node-timeout {parallel.node_timeout:g} s. Start "
+                    f"there: windlass serve MODEL {command} {missing[0]}, with the same other options."
+                )
+            if now - shown > _PROGRESS_S:
+                shown = now
+                _log.info(
+                    "waiting for %s for %.0f s (%s %d ...)", names, now - began, command, missing[0]
+                )
+            time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        for node in self._joined.values():
+            node.link.close()
+
+
+def _difference(own: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+    """The first thing that must be alike on all machines and is not."""
+    for name in {**own, **other}:
+        ours, theirs = own.get(name, "unknown"), other.get(name, "unknown")
+        if ours != theirs:
+            return (
+                f"{name} is {theirs} on node {rank}, and {ours} on node 0. All machines need the same: "
+                "start them with the same version, files and options."
+            )
+    return ""
+
+
+# ---- the other nodes ---------------------------------------------------------------------------
+
+
+class MasterGone(EngineError):
+    """No process listens at node 0's port any more."""
+
+
+def join_master(parallel: ParallelConfig, identity: Identity, *, again: bool) -> socket.socket:
+    """Connect to node 0, and wait until it starts an engine that takes this node.
+
+    Raises after --node-timeout, and at once if node 0 refuses. `again`: node 0 was there before, so a
+    closed port means that its server has ended (MasterGone), while an open one is waited at for any
+    time: the server may sleep.
+    """
+    where = f"{parallel.master_addr} port {parallel.master_port}"
+    began = shown = time.monotonic()
+    while True:
+        try:
+            link = _connect(parallel, identity, None if again else began + parallel.node_timeout)
+            if isinstance(link, socket.socket):
+                return link
+            if link is not None and not (again and link.taken):
+                reason = "".join(char for char in link.reason if char.isprintable())
+                raise ConfigError(f"node 0 refuses node {parallel.node_rank}: {reason}")
+            problem = "its engine is not ready"
+        except ConnectionRefusedError as error:
+            if again:
+                raise MasterGone(f"the server of node 0 at {where} has ended") from error
+            problem = "connection refused"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        now = time.monotonic()
+        if now - began > parallel.node_timeout:
+            raise EngineError(
+                f"node 0 at {where} did not answer within --node-timeout {parallel.node_timeout:g} s: "
+                f"{problem}. Start windlass serve with --node-rank 0 there, and check --master-addr, "
+                "--master-port and the firewall."
+            )
+        if now - shown > _PROGRESS_S:
+            shown = now
+            _log.info("waiting for node 0 at %s for %.0f s: %s", where, now - began, problem)
+        time.sleep(_RETRY_S)
+
+
+def _connect(
+    parallel: ParallelConfig, identity: Identity, deadline: float | None
+) -> socket.socket | Refused | None:
+    """The link to node 0, or its refusal; None: node 0 has closed it before it took this node."""
+    address = (parallel.master_addr, parallel.master_port)
+    with contextlib.ExitStack() as undo:
+        link = undo.enter_context(socket.create_connection(address, timeout=_HANDSHAKE_S))
+        link.settimeout(None)
+        keep_alive(link)
+        # No engine takes the connection while one is being started.
+        poll = select.poll()
+        poll.register(link, select.POLLIN)
+        while not poll.poll(1000 * _RETRY_S):
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+        limit_reads(link, _HANDSHAKE_S)
+        try:
+            hello = receive_frame(link, Hello)
+            if hello is None:
+                return None
+            if hello.protocol != _PROTOCOL:
+                _refuse_protocol(f"it speaks {hello.protocol[:80]!r}, and this node {_PROTOCOL!r}")
+            nonce, rank = os.urandom(32), parallel.node_rank
+            proof = identity.proof("node", hello, nonce=nonce, node_rank=rank)
+            send_frame(link, Join(rank, dict(identity.facts), nonce, proof))
+            answer: Welcome | Refused | None = receive_frame(link, Welcome | Refused)  # type: ignore[arg-type]
+        except msgspec.DecodeError as error:
+            _refuse_protocol(str(error))
+        if answer is None or isinstance(answer, Refused):
+            return answer
+        expected = identity.proof("master", hello, nonce=nonce, node_rank=rank)
+        if not hmac.compare_digest(expected, answer.proof):
+            raise ConfigError(
+                f"the process at {address[0]} port {address[1]} does not know the cluster secret of "
+                f"node {rank}. Give all machines the same --cluster-secret-file."
+            )
+        limit_reads(link, 0)
+        undo.pop_all()
+        return link
+
+
+def _refuse_protocol(found: str) -> NoReturn:
+    raise ConfigError(
+        f"the process at --master-addr and --master-port is no node 0 of this version: {found}. Check "
+        "address and port, and use the same version of Windlass on all machines."
+    )
