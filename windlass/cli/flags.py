@@ -86,7 +86,8 @@ MinQuality = Annotated[
     float | None,
     option(
         "SHARE",
-        "Minimum share of the 16-bit model's quality, e.g. 0.95 or 95%.",
+        "Minimum share of the 16-bit model's quality, e.g. 0.95 or 95%; default: 0.99 of the best "
+        "that fits (plan), none (tune).",
         parser=parse_share,
         panel=FORMATS,
     ),

@@ -222,7 +222,7 @@ def plan(
     found = select_quantization(
         **options.engine_values(),
         memory=memory,
-        min_quality=min_quality or 0.0,
+        min_quality=min_quality,
         context=context,
         concurrency=8 if concurrency is None else concurrency,
         kv_cache_dtype=kv_cache_dtype,

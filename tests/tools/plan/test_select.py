@@ -277,6 +277,21 @@ def test_fastest_is_chosen_and_quality_breaks_ties(tiny: Path) -> None:
     assert good.best.quality.value == max(item.quality.value or 0.0 for item in alike)
 
 
+def test_without_a_limit_4_bits_are_chosen_only_where_more_do_not_fit(tiny: Path) -> None:
+    ask = partial(plan, tiny, load_format="dummy", device="cuda", bandwidth=1e6, context=16)
+    names = ["as stored", "fp8", "int4+head"]
+    roomy = ask(kv_cache_dtype="auto", formats=names, min_quality=None)
+    assert roomy.best is not None
+    assert roomy.faster is not None
+    assert (roomy.best.format, roomy.faster.format) == ("fp8", "int4+head")
+    assert roomy.min_quality == 0.99
+    small = min(item.total_bytes for item in roomy.candidates if item.format == "int4+head")
+    tight = ask(kv_cache_dtype="auto", formats=names, min_quality=None, memory=small)
+    assert tight.best is not None
+    assert tight.best.format == "int4+head"
+    assert tight.faster == tight.best
+
+
 # ---- quality -------------------------------------------------------------------------------------
 
 

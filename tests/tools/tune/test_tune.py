@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def test_written_config_is_accepted_by_serve(
     args = ("-o", output, "--json", report, "--price-per-hour", "2", "--profile", "chat")
     shown = windlass("tune", tiny, *DUMMY, *LOAD, *FEW, "--slo", "ttft_p99=60s", *args)
     assert "The SLO is met: ttft_p99" in shown
+    assert "run 3 requests each, 2 times" in shown
+    assert re.search(r"measuring: \d+ runs, about \d+ s and the time to start", shown)
     config = read_as_serve(output)
     assert config.model.model == str(tiny)
     assert config.scheduler.profile == "chat"

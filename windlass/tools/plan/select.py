@@ -41,6 +41,7 @@ from windlass.tools.plan.quality import (
 from windlass.tools.plan.speed import Machine, given_machine, measure_machine
 
 _DEFAULT_CONTEXT = 4096
+_NEARLY = 0.99  # of the best quality
 _SAME_SPEED = 0.97  # speeds at least this near to the best count as equal; then quality decides
 # The default for a device comes first, then the faster 8-bit type.
 _KV_DTYPES = {"cpu": ("auto", "int8", "fp8"), "cuda": ("auto", "fp8", "int8")}
@@ -93,6 +94,7 @@ class Plan:
     candidates: list[Candidate]
     refused: dict[str, str]  # formats that the model cannot have, and why
     best: Candidate | None
+    faster: Candidate | None  # the best without a limit of the quality, if none was given
     shortfall: str  # without a best: the nearest candidate, and what it lacks
 
 
@@ -148,7 +150,7 @@ def select_quantization(
     model: str = "default",
     *,
     memory: int | None = None,
-    min_quality: float = 0.0,
+    min_quality: float | None = 0.0,
     context: int | None = None,
     concurrency: int = 8,
     kv_cache_dtype: str | None = None,
@@ -159,7 +161,7 @@ def select_quantization(
 ) -> Plan:
     """List the formats of a model, and choose the fastest that fits and has enough quality.
 
-    `memory`: bytes (default: free memory). `bandwidth`: bytes per second (default: measured).
+    `memory`: bytes (default: free memory). `min_quality` None: nearly the best quality that fits. `bandwidth`: bytes per second (default: measured).
     `records`: a folder with results of `windlass eval`. `options`: those of `LLM`. device="cuda"
     plans for a GPU that is not in this machine if memory and bandwidth are given.
     """
@@ -179,7 +181,7 @@ def select_quantization(
         memory=memory,
         context=context,
         concurrency=concurrency,
-        min_quality=min_quality,
+        min_quality=min_quality or 0.0,
         kv_dtype=kv_cache_dtype,
     )
     checkpoint = open_checkpoint(files, config.model)
@@ -202,7 +204,8 @@ def select_quantization(
         block_size=block_size_of(config.cache.block_size, hparams),
     )
     candidates, refused = evaluator.candidates()
-    best = _best(candidates, min_quality)
+    limit = nearly_best_quality(candidates) if min_quality is None else min_quality
+    best = _best(candidates, limit)
     return Plan(
         model=files.name,
         stored=sizes.stored,
@@ -210,12 +213,13 @@ def select_quantization(
         memory_source=query.memory_source,
         context=query.context,
         concurrency=concurrency,
-        min_quality=min_quality,
+        min_quality=limit,
         step_tokens=query.step_tokens,
         machine=machine,
         candidates=candidates,
         refused=sizes.refused | refused,
         best=best,
+        faster=_best(candidates, 0.0) if min_quality is None else None,
         shortfall="" if best else _shortfall(candidates, query),
     )
 
@@ -392,6 +396,12 @@ class _Evaluator:
             find(self.records, self.model, None, False, kv_dtype) if kv_dtype != "auto" else None
         )
         return retention.times(alone or typical_kv(kv_dtype))
+
+
+def nearly_best_quality(candidates: list[Candidate]) -> float:
+    """The limit that keeps 4 bits out where 16 or 8 bits fit."""
+    known = [item.quality.value for item in candidates if item.fits and item.quality.value]
+    return round(_NEARLY * max(known), 4) if known else 0.0
 
 
 def _best(candidates: list[Candidate], min_quality: float) -> Candidate | None:

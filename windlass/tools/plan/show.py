@@ -47,6 +47,13 @@ def show(found: Plan, command: str | None) -> None:
         f"{retention.source})."
     )
     console.print(f"  {command}")
+    faster = found.faster
+    if faster is not None and faster != found.best:
+        console.print(
+            f"Faster, with less quality: {faster.name}, {_rate(faster.tok_s_all)} tok/s, expected "
+            f"quality {faster.quality.value or 0.0:.3f}; --min-quality sets the limit, which is "
+            f"{found.min_quality:.3f} here, 0.99 of the best that fits."
+        )
 
 
 def _table(heading: str) -> Table:

@@ -141,6 +141,16 @@ class QualityMeter:
         return replace(format, quality=self._stored.times(measured))
 
 
+def _announcement(finalists: Sequence[TrialResult], config: TuneConfig) -> str:
+    """How many runs follow, and the time that the simulation expects for them."""
+    seconds = [item.runs[0].duration for item in finalists]
+    num_more = 1 + len(SPECS) if config.speculate else 0  # of the best settings
+    num_runs = config.num_runs * (len(finalists) + num_more)
+    total = config.num_runs * (sum(seconds) + num_more * min(seconds))
+    shown = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} minutes"
+    return f"measuring: {num_runs} runs, about {shown} and the time to start {num_runs} engines"
+
+
 class Tuner:
     """Tunes one model on this machine for one load."""
 
@@ -170,6 +180,11 @@ class Tuner:
 
     def _run(self) -> None:
         config, found = self._config, self.found
+        self._log(
+            f"first the formats are measured, then {config.num_trials} settings are simulated, and "
+            f"the best {config.num_finalists} run {len(self._requests):,} requests each, "
+            f"{config.num_runs} times; how long that takes is known after the simulation"
+        )
         formats = self._formats()
         limits = self._base.limits(self._device)
         start = StartingPoint(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -193,6 +208,7 @@ class Tuner:
             finalists.append(baseline)
         # Finalists that share weights are measured one after the other.
         finalists.sort(key=lambda each: each.settings.format.name)
+        self._log(_announcement(finalists, config))
         self._measure_in_turns([item.settings for item in finalists])
         if config.speculate and found.best is not None:
             best = found.best.settings
