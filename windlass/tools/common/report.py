@@ -132,6 +132,14 @@ COLUMNS: dict[str, Columns] = {
         "decode_tok_s": "decode tok/s",
         "decode_ratio": "relative to the first row",
     },
+    "plan_broadcast": {
+        "path": "path",
+        "rows": "rows",
+        "bytes": "bytes",
+        "rank_0_us": "rank 0, µs",
+        "relay_us": "other machine's relay, µs",
+        "rank_us": "other rank, µs",
+    },
     "tensor_parallel": {
         "model": "model",
         "workload": "workload",
