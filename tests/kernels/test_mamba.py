@@ -30,8 +30,10 @@ Weights = tuple[torch.Tensor, torch.Tensor, mamba.ScanWeights]
 def weights_of(heads: MambaHeads) -> Weights:
     torch.manual_seed(1)
     conv = torch.randn(heads.channels, heads.conv_size), torch.randn(heads.channels)
+    decay = -torch.rand(heads.num_heads) - 0.1
+    decay[0] = 0.05  # a state may also grow
     return *conv, mamba.ScanWeights(
-        decay=-torch.rand(heads.num_heads) - 0.1,
+        decay=decay,
         skip=torch.randn(heads.num_heads),
         dt_bias=torch.randn(heads.num_heads),
     )

@@ -189,7 +189,7 @@ def selective_scan_kernel(
             total = tl.cumsum(logs, 0)
             last = tl.sum(logs, 0)
             distance = total[:, None] - total[None, :]
-            weights = tl.where(i[:, None] >= i[None, :], tl.exp(tl.minimum(distance, 0.0)), 0.0)
+            weights = tl.where(i[:, None] >= i[None, :], tl.exp(distance), 0.0)
             scores = tl.dot(c, tl.trans(b)) * weights * dt[None, :]
             y = tl.dot(scores, x)
             y += tl.dot(c, tl.trans(state)) * tl.exp(total)[:, None]
