@@ -25,6 +25,8 @@ _FLAGS = (
     "--disable-extensions",
     "--disable-background-networking",
     "--hide-scrollbars",
+    # A mouse, as on a desktop.
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4",
 )
 _TIMEOUT_S = 60.0
 

@@ -263,7 +263,8 @@ def test_the_schema_pane(page: Page, server: Server) -> None:
     page.click("#schema-example")
     assert page.eval("document.querySelector('#schema-problem').textContent") == ""
     ask(page, 'SAY({"name": "a", "year": 1, "tags": []})YAS')
-    assert json.loads(answered(page)) == {"name": "a", "year": 1, "tags": []}
+    answered(page)
+    assert json.loads(page.text(".content pre")) == {"name": "a", "year": 1, "tags": []}
     assert server.metric("grammar_compilations_total") > before
 
 
@@ -308,6 +309,54 @@ def test_model_output_stays_text(page: Page) -> None:
         "(() => { try { document.body.innerHTML = '<b>'; return false; } catch { return true; } })()"
     )
     page.complaints.clear()
+
+
+_ALLOWED = (
+    "A BLOCKQUOTE BR BUTTON CODE DEL DIV EM H3 H4 H5 H6 HR LI OL P PATH PRE SPAN STRONG SVG TABLE "
+    "TBODY TD TH THEAD TR UL"
+)
+_RENDER = """(async () => {
+  const { markdown } = await import('/console/markdown.js');
+  const pieces = %s;
+  let seed = 7;
+  const next = (limit) => (seed = (seed * 48271) %% 2147483647) %% limit;
+  const tags = new Set();
+  for (let round = 0; round < 400; round++) {
+    const text = Array.from({ length: 30 }, () => pieces[next(pieces.length)]).join('');
+    const box = document.createElement('div');
+    box.append(...markdown(text));
+    for (const each of box.querySelectorAll('*')) {
+      tags.add(each.tagName.toUpperCase());
+      for (const { name, value } of each.attributes) {
+        if (name.startsWith('on') || (name === 'href' && !/^(https?|mailto):/i.test(value))) throw Error(value);
+      }
+    }
+  }
+  const long = document.createElement('div');
+  long.append(...markdown('[*_`~'.repeat(20000) + '\\n' + '[*_`~'.repeat(1500) + '\\n> > '.repeat(3000)));
+  return [...tags];
+})()"""
+
+
+@needs_browser
+def test_any_markdown_becomes_harmless_elements(page: Page) -> None:
+    pieces = ["\n", "\n\n", " ", "a", "1. ", "- ", "    ", "# ", "> ", "|", "|-|", "\n|-|-|\n", "*", "**"]
+    pieces += ["_", "~~", "`", "```", "```js\n", "[", "](", ")", "javascript:", "http://a.b", "<b>"]
+    pieces += ["<img src=x onerror=alert(1)>", "data:text/html,x", "\\", "&lt;", "---\n", "mailto:a@b"]
+    tags = page.eval(_RENDER % json.dumps(pieces))
+    assert set(tags) <= set(_ALLOWED.split())
+    assert {"TABLE", "LI", "CODE", "A", "BLOCKQUOTE"} <= set(tags)
+
+
+@needs_browser
+def test_adapters_appear_without_a_reload(page: Page, server: Server) -> None:
+    server.client.adapters.folders["sea"] = "/adapters/sea"
+    try:
+        page.wait("document.querySelector('#model option[value=sea]')")
+        visit(page, "server")
+        page.wait("document.querySelector('main').innerText.includes('/adapters/sea')")
+    finally:
+        del server.client.adapters.folders["sea"]
 
 
 @needs_browser
@@ -387,7 +436,8 @@ def test_a_phone_has_no_horizontal_scroll(page: Page) -> None:
         visit(page, view)
         page.wait("document.querySelector('main').innerText.length > 20")
         assert page.eval("document.documentElement.scrollWidth") <= 375, view
-        assert page.eval("document.querySelector('main').scrollWidth") <= 375, view
+        assert page.eval("document.querySelector('main').scrollWidth") == 375, view
+        assert page.eval("document.querySelector('nav').offsetWidth") == 375, view
     visit(page, "playground")
     page.click("button[aria-label='Options']")
     page.wait("document.querySelector('.settings').getBoundingClientRect().left >= 0")

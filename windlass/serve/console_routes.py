@@ -57,7 +57,7 @@ class ConsoleRoutes:
         }
 
     async def info(self) -> Response:
-        """What changes only when the server or its engine starts, and the adapters."""
+        """What changes only when the server or its engine starts."""
         services = self._services
         report, card = services.client.report, services.card
         return reply(
@@ -78,7 +78,6 @@ class ConsoleRoutes:
                 },
                 "choices": [*report.choices, *services.choices],
                 "startup_seconds": report.seconds,
-                "adapters": services.client.adapters.folders,
             }
         )
 
@@ -98,6 +97,7 @@ class ConsoleRoutes:
                     {"health": _health_json(each.health()), "stats": each.stats}
                     for each in services.client.replicas
                 ],
+                "adapters": services.client.adapters.folders,
                 "latencies": services.metrics.latencies(),
                 "cost": None if costs is None else self._trace_routes.cost_for(request, costs),
             }

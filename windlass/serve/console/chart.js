@@ -1,7 +1,7 @@
 // A line chart over time, drawn as SVG, with a crosshair that shows the values at the pointer.
 
 import { h, svg } from "./dom.js";
-import { clockTime } from "./format.js";
+import { clockTime, tick } from "./format.js";
 
 const HEIGHT = 132;
 const PAD = { top: 10, right: 4, bottom: 20, left: 50 };
@@ -66,7 +66,7 @@ export class Chart {
       const at = y(share * top);
       return [
         svg("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: at, y2: at }),
-        svg("text", { class: "tick", x: PAD.left - 8, y: at + 4, "text-anchor": "end" }, this.format(share * top).replace(/\.0+(?= |$)/, "")),
+        svg("text", { class: "tick", x: PAD.left - 8, y: at + 4, "text-anchor": "end" }, tick(this.format(share * top))),
       ];
     });
     const ago = this.windowS >= 120 ? `${this.windowS / 60} min ago` : `${this.windowS} s ago`;

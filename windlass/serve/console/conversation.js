@@ -5,7 +5,7 @@ import { store } from "./store.js";
 
 const SAVED = "windlass-conversation";
 
-// A message: { role, content, reasoning, toolCalls, toolCallId, stats, error, id, stopped }.
+// A message: { role, content, isJson, reasoning, toolCalls, toolCallId, stats, error, id, stopped }.
 export class Conversation {
   constructor(settings, onChange) {
     Object.assign(this, { settings, onChange, messages: restore(), controller: null });
@@ -87,6 +87,7 @@ export class Conversation {
       this.changed();
       return;
     }
+    message.isJson = Boolean(request.body.response_format);
     this.messages.push(message);
     const controller = (this.controller = new AbortController());
     this.changed();

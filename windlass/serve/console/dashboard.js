@@ -95,6 +95,7 @@ function makeCharts() {
       title: "Cost",
       hint: "Dollars per million tokens, last minute, idle time included",
       format: dollars,
+      headline: (now) => (now.cost === null ? "–" : `${dollars(now.cost)} / M tok`),
       series: [{ key: "cost", label: "Per million tokens", color: 2, area: true }],
       idle: "No tokens in the last minute",
       none: (store) => {

@@ -53,7 +53,7 @@ export function icon(name) {
 
 // A button with an icon; its label is read aloud and shown as a hint, or shown as text.
 export function button(name, label, onclick, { text = false, kind = "ghost", ...rest } = {}) {
-  const props = text ? {} : { "aria-label": label, title: label };
+  const props = { "aria-label": label, title: text ? null : label };
   return h("button", { type: "button", class: kind, onclick, ...props, ...rest }, name && icon(name), text && h("span", {}, label));
 }
 

@@ -37,15 +37,17 @@ export function bytes(value) {
   return `${unit === "B" ? value : value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0)} ${unit}`;
 }
 
-// Three significant digits: a token costs far less than a cent.
+// Three significant digits, at least two decimals: a token costs far less than a cent.
 export function dollars(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "$0";
   if (value >= 100) return `$${integers.format(value)}`;
-  if (value >= 0.01) return `$${value.toFixed(value >= 1 ? 2 : 3)}`;
-  const digits = Math.min(12, 2 - Math.floor(Math.log10(value)));
-  return `$${value.toFixed(digits)}`;
+  const digits = Math.max(2, Math.min(12, 2 - Math.floor(Math.log10(value))));
+  return `$${value.toFixed(digits).replace(/(\.\d\d\d*?)0+$/, "$1")}`;
 }
+
+// A tick of an axis needs no zeros behind the point.
+export const tick = (text) => text.replace(/(\.\d*?)0+(?= |$)/, "$1").replace(/\.(?= |$)/, "");
 
 export const clockTime = (epoch) =>
   new Date(epoch * 1000).toLocaleTimeString("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });

@@ -45,11 +45,13 @@ function fence(lines, at) {
   const code = [];
   let end = at + 1;
   while (end < lines.length && !lines[end].trim().startsWith(mark)) code.push(lines[end++]);
-  const text = code.join("\n");
+  return [codeBlock(code.join("\n"), language || "code"), end + 1];
+}
+
+export function codeBlock(text, language) {
   const copy = button("copy", "Copy code", () => copyText(text, copy));
-  const head = h("div", { class: "code-head" }, h("span", {}, language || "code"), copy);
-  const pre = h("pre", { tabindex: "0" }, h("code", {}, text));
-  return [h("div", { class: "code" }, head, pre), end + 1];
+  const head = h("div", { class: "code-head" }, h("span", {}, language), copy);
+  return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, h("code", {}, text)));
 }
 
 function quote(lines, at, depth) {

@@ -2,7 +2,7 @@
 
 import { button, copyText, h, icon } from "./dom.js";
 import { count, dollars, plural, seconds } from "./format.js";
-import { markdown } from "./markdown.js";
+import { codeBlock, markdown } from "./markdown.js";
 
 const ROLES = { user: "You", assistant: "Model", tool: "Tool result" };
 const NEAR_LIMIT = new Set(["length"]);
@@ -32,8 +32,9 @@ export class MessageView {
   }
 
   contentNodes() {
-    const { role, content } = this.message;
-    return role === "assistant" ? markdown(content) : [content];
+    const { role, content, isJson } = this.message;
+    if (role !== "assistant") return [content];
+    return isJson ? [codeBlock(content, "json")] : markdown(content);
   }
 
   reasoningPane(isBusy) {

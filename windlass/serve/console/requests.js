@@ -1,6 +1,6 @@
 // Running and recent requests, and the trace of one of them.
 
-import { ApiError, getJson } from "./api.js";
+import { ApiError, getJson, key } from "./api.js";
 import { button, copyText, emptyState, h } from "./dom.js";
 import { clockTime, count, dollars, percent, seconds } from "./format.js";
 import { pause, repeatWhileShown } from "./repeat.js";
@@ -17,7 +17,8 @@ const PHASES = [
 
 export function makeRequests() {
   const body = h("div", { class: "requests" });
-  const note = h("p", { class: "muted" }, "The last 200 requests of your key; an admin key sees all.");
+  const whose = key.get() ? "The last 200 requests of your key; an admin key sees all." : "The last 200 requests.";
+  const note = h("p", { class: "muted" }, whose);
   const element = h("div", { class: "page" }, h("header", { class: "page-head" }, h("h1", {}, "Requests"), note), body);
   let shown = "";
   const refresh = async () => {

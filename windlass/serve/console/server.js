@@ -29,7 +29,7 @@ export function makeServer() {
     if (!info || !state || !element.isConnected) return;
     overview.replaceChildren(...tiles(info, state));
     levers.replaceChildren(...leversOf(info, state).map(leverCard));
-    adapters.replaceChildren(adapterList(info, state));
+    adapters.replaceChildren(adapterList(state));
     if (infoShown !== info) choices.replaceChildren(choiceTable(info));
     infoShown = info;
   };
@@ -164,7 +164,7 @@ function ownersOf(report) {
     name: capital(name),
     size: part.resident ?? part.num_bytes,
     color: 1 + (at % 5),
-    text: part.resident === null ? bytes(part.num_bytes) : `${bytes(part.resident)} resident of ${bytes(part.num_bytes)}`,
+    text: part.resident === null || part.resident === part.num_bytes ? bytes(part.num_bytes) : `${bytes(part.resident)} resident of ${bytes(part.num_bytes)}`,
   }));
   const rest = [
     { name: "Mapped files", size: report.file_bytes, color: 0, text: bytes(report.file_bytes) },
@@ -182,7 +182,7 @@ function stack(parts) {
   const all = parts.reduce((total, part) => total + part.size, 0) || 1;
   const said = parts.map((part) => `${part.name} ${percent(part.size / all)}`).join(", ");
   const bar = h("div", { class: "stack", role: "img", "aria-label": said });
-  for (const part of parts) {
+  for (const part of parts.filter(({ size }) => size > 0)) {
     const piece = h("i", { class: `c${part.color}`, title: `${part.name}: ${part.text}` });
     piece.style.width = `${(100 * part.size) / all}%`;
     bar.append(piece);
@@ -196,8 +196,8 @@ function table(parts) {
 
 // ---- adapters and choices --------------------------------------------------------------------
 
-function adapterList(info, state) {
-  const names = Object.entries(info.adapters);
+function adapterList(state) {
+  const names = Object.entries(state.adapters);
   if (!names.length) return h("p", { class: "muted" }, "No adapters. Load them with --lora-modules NAME=FOLDER, or through the API with an admin key.");
   const stats = state.engines.map((engine) => engine.stats.adapters).find(Boolean);
   const where = stats && h("p", { class: "muted" }, `${stats.num_resident} on the device, ${stats.num_in_memory} in memory, ${plural(stats.num_waiting, "request")} waiting, ${plural(stats.num_reads, "read")}`);

@@ -65,7 +65,7 @@ export class Settings {
       h("div", { class: "row" }, this.snippet("Copy as curl", asCurl), this.snippet("Copy as Python", asPython)),
       button("trash", "Reset the options", () => this.reset(), { text: true, kind: "quiet" }),
     );
-    subscribe(({ info }) => info && this.showModels(info));
+    subscribe(({ info, state }) => info && state && this.showModels(info, state));
   }
 
   set(name, value) {
@@ -82,7 +82,7 @@ export class Settings {
       else input.value = "";
     }
     this.element.querySelectorAll("details").forEach((pane) => (pane.open = false));
-    this.showModels(store.info);
+    this.model.value = store.info?.model ?? "";
   }
 
   toggle(isOpen = !this.element.classList.contains("open")) {
@@ -91,14 +91,13 @@ export class Settings {
     if (isOpen) this.closeButton.focus();
   }
 
-  showModels(info) {
-    if (!info) return;
-    const names = [info.model, ...Object.keys(info.adapters)];
+  showModels(info, state) {
+    const names = [info.model, ...Object.keys(state.adapters)];
     const known = [...this.model.options].map((option) => option.value);
     if (names.join("\n") !== known.join("\n")) {
       this.model.replaceChildren(...names.map((name, at) => h("option", { value: name }, at ? `${name} (adapter)` : name)));
     }
-    this.model.value = names.includes(this.values.model) ? this.values.model : info.model;
+    if (document.activeElement !== this.model) this.model.value = names.includes(this.values.model) ? this.values.model : info.model;
     for (const [name, value] of Object.entries(info.default_sampling)) {
       const input = this.element.querySelector(`#${CSS.escape(name)}`);
       if (input) input.placeholder = value;

@@ -24,11 +24,6 @@ export function subscribe(listener) {
 
 const notify = () => listeners.forEach((listener) => listener(store));
 
-export async function refreshInfo() {
-  store.info = await getJson("console/info");
-  notify();
-}
-
 // Polls for ever. A hidden page asks nothing; the charts then have a gap.
 export async function poll() {
   for (;;) {

@@ -1,7 +1,7 @@
 // The trace of a completion as a picture: what happened when, on one axis.
 
 import { h, svg } from "./dom.js";
-import { count, plural, seconds } from "./format.js";
+import { count, dollars, plural, seconds, tick } from "./format.js";
 
 const ROW = 40;
 const BAR = 20;
@@ -93,7 +93,7 @@ function axis(total, x, height) {
   for (let time = 0; time <= total; time += step) {
     ticks.push(
       svg("line", { class: "grid", x1: x(time), x2: x(time), y1: HEAD - 6, y2: height }),
-      svg("text", { class: "tick", x: x(time), y: 12, "text-anchor": time ? "middle" : "start" }, time ? seconds(time).replace(/\.0+ /, " ") : "0"),
+      svg("text", { class: "tick", x: x(time), y: 12, "text-anchor": time ? "middle" : "start" }, time ? tick(seconds(time)) : "0"),
     );
   }
   return ticks;
@@ -137,7 +137,7 @@ export function facts(completion) {
     drafts && ["Draft tokens", `${count(drafts.accepted)} of ${count(drafts.proposed)} accepted`],
     preemptions && ["Preemptions", `${count(preemptions.count)}, ${plural(preemptions.recomputed_tokens, "token")} recomputed`],
     ["Engine time", `${seconds(completion.engine_seconds.prefill)} prefill, ${seconds(completion.engine_seconds.decode)} decode, ${seconds(completion.engine_seconds.saved_by_cache)} saved by the cache`],
-    cost && ["Cost", `$${cost.usd.toPrecision(3)}, $${cost.saved_usd.toPrecision(3)} saved by the cache`],
+    cost && ["Cost", `${dollars(cost.usd)}, ${dollars(cost.saved_usd)} saved by the cache`],
   ].filter(Boolean);
   return h("dl", { class: "facts" }, rows.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
 }
