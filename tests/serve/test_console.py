@@ -340,9 +340,31 @@ _RENDER = """(async () => {
 
 @needs_browser
 def test_any_markdown_becomes_harmless_elements(page: Page) -> None:
-    pieces = ["\n", "\n\n", " ", "a", "1. ", "- ", "    ", "# ", "> ", "|", "|-|", "\n|-|-|\n", "*", "**"]
+    pieces = [
+        "\n",
+        "\n\n",
+        " ",
+        "a",
+        "1. ",
+        "- ",
+        "    ",
+        "# ",
+        "> ",
+        "|",
+        "|-|",
+        "\n|-|-|\n",
+        "*",
+        "**",
+    ]
     pieces += ["_", "~~", "`", "```", "```js\n", "[", "](", ")", "javascript:", "http://a.b", "<b>"]
-    pieces += ["<img src=x onerror=alert(1)>", "data:text/html,x", "\\", "&lt;", "---\n", "mailto:a@b"]
+    pieces += [
+        "<img src=x onerror=alert(1)>",
+        "data:text/html,x",
+        "\\",
+        "&lt;",
+        "---\n",
+        "mailto:a@b",
+    ]
     tags = page.eval(_RENDER % json.dumps(pieces))
     assert set(tags) <= set(_ALLOWED.split())
     assert {"TABLE", "LI", "CODE", "A", "BLOCKQUOTE"} <= set(tags)
@@ -482,6 +504,9 @@ def test_a_wrong_key_then_the_right_one_then_no_server(browser: Page) -> None:
         browser.fill("dialog.prompt input", "wrong")
         browser.press("Enter")
         browser.wait("document.querySelector('.prompt .problem').innerText.includes('not know')")
+        browser.press("Escape")
+        browser.press("Escape")
+        browser.wait("document.querySelector('dialog.prompt').open")
         browser.fill("dialog.prompt input", "right")
         browser.press("Enter")
         browser.wait("document.querySelector('.status-text').textContent === 'Connected'")

@@ -72,7 +72,7 @@ export class Conversation {
       return { path: "v1/completions", body: { ...rest, prompt, ...options } };
     }
     const system = this.settings.values.system?.trim();
-    const messages = this.messages.filter((message) => !message.error || message.content).map(asSent);
+    const messages = this.messages.filter(isSaid).map(asSent);
     if (system) messages.unshift({ role: "system", content: system });
     return { path: "v1/chat/completions", body: { ...fields, messages, ...options } };
   }
@@ -109,6 +109,9 @@ export class Conversation {
     this.changed();
   }
 }
+
+// Not an answer that failed or was stopped before its first token.
+const isSaid = ({ role, content, toolCalls }) => role !== "assistant" || content || toolCalls.length;
 
 function asSent({ role, content, toolCalls, toolCallId }) {
   const sent = { role, content };

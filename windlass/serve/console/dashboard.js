@@ -93,7 +93,7 @@ function makeCharts() {
     },
     {
       title: "Cost",
-      hint: "Dollars per million tokens, last minute, idle time included",
+      hint: "Of the last minute, idle time included",
       format: dollars,
       headline: (now) => (now.cost === null ? "–" : `${dollars(now.cost)} / M tok`),
       series: [{ key: "cost", label: "Per million tokens", color: 2, area: true }],

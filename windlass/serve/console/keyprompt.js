@@ -30,11 +30,10 @@ export function askForKey() {
         return;
       }
       key.set(input.value.trim());
-      dialog.close();
       dialog.remove();
       resolve();
     });
-    dialog.addEventListener("cancel", (event) => event.preventDefault()); // there is nothing behind it
+    dialog.addEventListener("close", () => dialog.showModal()); // by Esc: there is nothing behind it
     document.body.append(dialog);
     dialog.showModal();
     input.focus();
