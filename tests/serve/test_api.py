@@ -263,7 +263,8 @@ def test_tokenize_and_back(server: Server) -> None:
     assert tokenized["max_model_len"] == 2048
     assert tokenized["token_strs"][:2] == ["<s>", "n"]
     back = server.http.post("/detokenize", json={"tokens": tokenized["tokens"][1:]}).json()
-    assert back == {"prompt": "".join(tokenized["token_strs"][1:])}
+    text = "".join(tokenized["token_strs"][1:])
+    assert back == {"prompt": text, "content": text}
     chat = server.http.post("/tokenize", json={"messages": HELLO}).json()
     text = server.http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
     assert bytes(chat["tokens"]).decode() == text == "<user>Hello</><assistant>"

@@ -33,7 +33,8 @@ Json = dict[str, Any]
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log probability that JSON can express."""
     return max(logprob, _MIN_LOGPROB)
 
 
@@ -168,7 +169,7 @@ class ChatFormatter:
     def _token(self, token: int, logprob: float) -> Json:
         return {
             "token": _token_text(token, self._body, self._tokenizer),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
 
@@ -245,12 +246,11 @@ class CompletionFormatter:
             logprobs["token_logprobs"].append(None)
             logprobs["top_logprobs"].append(None)
             return
-        logprobs["token_logprobs"].append(_finite(logprob.logprob))
+        logprobs["token_logprobs"].append(finite(logprob.logprob))
         top = logprob.top if self._body.logprobs else []
         pairs = [*top, (token, logprob.logprob)]
         entries = {
-            _token_text(other, self._body, self._tokenizer): _finite(value)
-            for other, value in pairs
+            _token_text(other, self._body, self._tokenizer): finite(value) for other, value in pairs
         }
         logprobs["top_logprobs"].append(_encode(entries))
 
@@ -278,7 +278,7 @@ def prompt_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[msgspe
         ranked.append((logprob.token, logprob.logprob, logprob.rank))
         entries = {
             str(token): {
-                "logprob": _finite(value),
+                "logprob": finite(value),
                 "rank": rank,
                 "decoded_token": tokenizer.token_text(token),
             }

@@ -27,6 +27,8 @@ from windlass.serve.bodies import (
 from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import BATCH_OWNER, cache_salt_of, key_name
+from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
+from windlass.serve.llama_format import LlamaFormat
 from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest
 from windlass.serve.ollama_format import OllamaFormat
 from windlass.serve.openai_format import OpenAIFormat
@@ -74,6 +76,16 @@ class Generation:
 
     async def ollama_generate(self, request: Request) -> Response:
         return await self._respond(request, lambda raw, _: self._ollama(raw, is_chat=False))
+
+    async def llama_completion(self, request: Request) -> Response:
+        return await self._respond(
+            request, lambda raw, _: self._llama(LlamaCompletionRequest.read(raw))
+        )
+
+    async def llama_infill(self, request: Request) -> Response:
+        return await self._respond(
+            request, lambda raw, _: self._llama(LlamaInfillRequest.read(raw))
+        )
 
     async def response(self, request: Request) -> Response:
         return await self._respond(request, self._responses)
@@ -160,6 +172,17 @@ class Generation:
 
         return ApiCall(request, make_format, body.unknown_fields)
 
+    def _llama(self, body: LlamaCompletionRequest | LlamaInfillRequest) -> ApiCall:
+        card = self._services.card
+        tokenizer = card.tokenizer
+
+        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
+            model = self._model_of(prepared)
+            return LlamaFormat(body, prepared, model=model, tokenizer=tokenizer)
+
+        request = body.request(card.default_sampling, lambda text: tokenizer.encode(text, False))
+        return ApiCall(request, make_format, body.unknown_fields)
+
     def _model_of(self, prepared: Prepared) -> str:
         return prepared.requests[0].adapter or self._services.card.name
 
@@ -191,27 +214,23 @@ class Generation:
                     "include_cost needs a server started with --price-per-hour.",
                     "include_cost",
                 )
+            response_format = call.make_format(body, prepared)
             if body.use_beam_search:
                 beams = BeamResponse(
+                    services, prepared, body=body, response_format=response_format, ticket=ticket
+                )
+                response = await beams.send_whole(request)
+            else:
+                completion = CompletionResponse(
                     services,
                     prepared,
                     body=body,
-                    response_format=call.make_format(body, prepared),
+                    response_format=response_format,
                     ticket=ticket,
+                    owner=owner,
                 )
-                response = await beams.send_whole(request)
-                response.headers.update(headers)
-                return response
-            completion = CompletionResponse(
-                services,
-                prepared,
-                body=body,
-                response_format=call.make_format(body, prepared),
-                ticket=ticket,
-                owner=owner,
-            )
-            send = completion.stream if body.stream else completion.send_whole
-            response = await send(request)
+                send = completion.stream if body.stream else completion.send_whole
+                response = await send(request)
         response.headers.update(headers)
         return response
 

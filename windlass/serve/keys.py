@@ -25,7 +25,7 @@ _log = logging.getLogger("windlass.serve")
 # Exact paths: every other path needs a key, also one that does not exist.
 _OPEN_PATHS = frozenset(
     {
-        *("/health", "/health/live", "/health/ready", "/health/generate", "/ping"),
+        *("/health", "/health/live", "/health/ready", "/health/generate", "/ping", "/v1/health"),
         *("/openapi.json", "/docs", "/docs/docs.css", "/docs/docs.js", "/docs/icon.svg"),
     }
 )

@@ -13,6 +13,11 @@ from pydantic.json_schema import models_json_schema
 
 from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
 from windlass.serve.batch.routes import CreateBatchRequest
+from windlass.serve.llama_api import (
+    LlamaCompletionRequest,
+    LlamaInfillRequest,
+    LlamaTokenizeRequest,
+)
 from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from windlass.serve.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
 from windlass.serve.protocol import (
@@ -39,7 +44,7 @@ _LINES = "application/x-ndjson"
 _BYTES = "application/octet-stream"
 _TEXT = "text/plain"
 
-_OPENAI, _ANTHROPIC, _OLLAMA = "OpenAI", "Anthropic", "Ollama"
+_OPENAI, _ANTHROPIC, _OLLAMA, _LLAMA = "OpenAI", "Anthropic", "Ollama", "llama-server"
 _TOKENS, _BATCHES, _RANKING = "Tokens", "Files and batches", "Ranking"
 _OPERATIONS_TAG, _ADMIN = "Operations", "Administration"
 
@@ -78,6 +83,10 @@ _RESET = Operation(_ADMIN, "Empty the prefix cache of unused blocks")
 _SCORE = Operation(_RANKING, "Score pairs of texts", (ScoreRequest,))
 _RERANK = Operation(_RANKING, "Order documents by a query", (RerankRequest,))
 _READY = Operation(_OPERATIONS_TAG, "Whether the server would answer a request")
+
+_LLAMA_COMPLETION = Operation(
+    _LLAMA, "Complete a text", (LlamaCompletionRequest,), (_JSON, _EVENTS)
+)
 
 # By method and path. A route that is missing here is described by its path alone.
 _OPERATIONS = {
@@ -133,13 +142,25 @@ _OPERATIONS = {
     "GET /v1/batches/{batch_id}": Operation(_BATCHES, "Describe a batch"),
     "POST /v1/batches/{batch_id}/cancel": Operation(_BATCHES, "Cancel a batch"),
     "POST /tokenize": Operation(
-        _TOKENS, "Tokenize a text or a conversation", (TokenizeRequest, TokenizeChatRequest)
+        _TOKENS,
+        "Tokenize a text or a conversation",
+        (TokenizeRequest, TokenizeChatRequest, LlamaTokenizeRequest),
     ),
     "POST /detokenize": Operation(_TOKENS, "Decode tokens", (DetokenizeRequest,)),
     "POST /apply-template": Operation(
         _TOKENS, "Render a conversation with the chat template", (TokenizeChatRequest,)
     ),
+    "POST /completion": _LLAMA_COMPLETION,
+    "POST /completions": _LLAMA_COMPLETION,
+    "POST /infill": Operation(
+        _LLAMA, "Fill in the middle of a text", (LlamaInfillRequest,), (_JSON, _EVENTS)
+    ),
+    "GET /props": Operation(_LLAMA, "Settings of the server"),
+    "GET /slots": Operation(
+        _LLAMA, "The slots of the engine", query={"fail_on_no_slot": {"type": "integer"}}
+    ),
     "GET /health": _READY,
+    "GET /v1/health": _READY,
     "GET /health/ready": _READY,
     "GET /ping": _READY,
     "GET /health/live": Operation(_OPERATIONS_TAG, "Whether a restart would not help"),

@@ -42,7 +42,6 @@ from windlass.text.template_worker import RenderJob
 T = TypeVar("T")
 
 _INLINE_CHARS = 1_000  # encoded on the event loop: takes about as long as handing over to a thread
-_COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
 # Fields with the same name and meaning in SamplingParams.
 _SAMPLING_FIELDS = (
@@ -182,7 +181,7 @@ class Preparer:
     def _completion(
         self, body: CompletionRequest, prompts: list[EncodedPrompt], report: EngineReport
     ) -> Prepared:
-        sampling = self._sampling(body, body.max_tokens, _COMPLETION_MAX_TOKENS, report)
+        sampling = self._sampling(body, body.max_tokens, body.default_max_tokens, report)
         sampling = self._builder(report).resolve(sampling)
         if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
             sampling = replace(sampling, prompt_logprobs=body.logprobs)

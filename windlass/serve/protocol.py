@@ -477,6 +477,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     suffix: str | None = None
 
+    # OpenAI's; a chat may fill the context. None: so may the completion.
+    default_max_tokens: ClassVar[int | None] = 16
+
     @property
     def infill(self) -> Infill | None:
         """The text around the completion; None: the prompt is continued."""

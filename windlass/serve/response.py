@@ -97,7 +97,7 @@ class ResponseFormat(Protocol):
 
     def whole(
         self, deltas: Mapping[int, Delta], completions: Sequence[Completion], usage: Json
-    ) -> Json:
+    ) -> Json | list[Json]:
         """The body of a response that is not streamed."""
         ...
 

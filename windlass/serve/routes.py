@@ -22,6 +22,8 @@ from windlass.serve.console_routes import ConsoleRoutes
 from windlass.serve.generation import Generation
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
+from windlass.serve.llama_api import LlamaTokenizeRequest
+from windlass.serve.llama_routes import LlamaRoutes
 from windlass.serve.ollama_routes import OllamaRoutes
 from windlass.serve.pooling import Pooling
 from windlass.serve.protocol import (
@@ -48,6 +50,11 @@ class Texts:
         preparer, report = self._services.preparer, self._services.client.report
         body = await read_as(request, _read_tokenize, self._services)
         preparer.adapter_of(body.model)
+        if isinstance(body, LlamaTokenizeRequest):
+            tokens = await preparer.encode(body.content, body.add_special, report)
+            return await reply_off_loop(
+                self._services, len(tokens), self._llama_tokens, tokens, body.with_pieces
+            )
         if isinstance(body, TokenizeRequest):
             text = body.prompt
         else:
@@ -65,6 +72,12 @@ class Texts:
             "max_model_len": self._services.client.report.max_model_len,
             "token_strs": [token_text(t) for t in tokens] if with_texts else None,
         }
+
+    def _llama_tokens(self, tokens: list[int], with_pieces: bool) -> dict[str, object]:
+        if not with_pieces:
+            return {"tokens": tokens}
+        token_bytes = self._services.card.tokenizer.token_bytes
+        return {"tokens": [{"id": token, "piece": _piece(token_bytes(token))} for token in tokens]}
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_as(request, DetokenizeRequest.read, self._services)
@@ -87,7 +100,8 @@ class Texts:
             raise RequestError(
                 f"tokens has {bad}; ids end at {tokenizer.vocab_size - 1}.", "tokens"
             )
-        return {"prompt": tokenizer.decode(tokens, skip_special=False)}
+        text = tokenizer.decode(tokens, skip_special=False)
+        return {"prompt": text, "content": text}  # vLLM's name and llama-server's
 
     async def apply_template(self, request: Request) -> Response:
         body = await read_as(request, TokenizeChatRequest.read, self._services)
@@ -96,11 +110,21 @@ class Texts:
         return reply({"prompt": await self._services.preparer.render(body, report)})
 
 
-def _read_tokenize(raw: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    """Read a body for /tokenize: a text or a conversation."""
+def _read_tokenize(raw: bytes) -> TokenizeRequest | TokenizeChatRequest | LlamaTokenizeRequest:
+    """Read a body for /tokenize: a text or a conversation, or llama-server's form of a text."""
     fields = decode_object(raw)
+    if "content" in fields:
+        return LlamaTokenizeRequest.of(fields, len(raw))
     kind = TokenizeChatRequest if "messages" in fields else TokenizeRequest
     return kind.of(fields, len(raw))
+
+
+def _piece(text: bytes) -> str | list[int]:
+    """A token's text, or its bytes where it is only a part of a character."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return list(text)
 
 
 class Operations:
@@ -209,7 +233,9 @@ class AdapterChanges:
 def _health(health: Health) -> Response:
     if not health.reason:
         return reply({"status": "ok"})
-    body = {"status": health.status, "reason": health.reason}
+    body: dict[str, object] = {"status": health.status, "reason": health.reason}
+    if not health.ok:  # llama-server's clients read it
+        body["error"] = {"code": 503, "message": health.reason, "type": "unavailable_error"}
     return reply(body, 200 if health.ok else 503)
 
 
@@ -288,6 +314,10 @@ def make_router(services: Services) -> APIRouter:
         "/v1/batches": batches.list,
         "/v1/batches/{batch_id}": batches.retrieve,
     }
+    llama = LlamaRoutes(services)
+    posts |= dict.fromkeys(("/completion", "/completions"), generation.llama_completion)
+    posts["/infill"] = generation.llama_infill
+    gets |= {"/props": llama.props, "/slots": llama.slots, "/v1/health": operations.ready}
     if services.config.console:
         gets |= ConsoleRoutes(services, trace_routes).endpoints()
     deletes: dict[str, Endpoint] = {

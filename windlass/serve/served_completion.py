@@ -69,6 +69,7 @@ class ServedCompletion:
             # Deltas carry the logprobs; a long stream must not keep those that were sent.
             self.completion.logprobs.clear()
         if output.timeline is not None:
+            self.completion.timeline = output.timeline
             self.num_cached = output.timeline.num_cached
             self.num_drafted = output.timeline.num_drafted
             self.num_accepted = output.timeline.num_accepted

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from windlass.core.tokenizer import Tokenizer
-from windlass.core.types import NewRequest, Output, TokenLogprob
+from windlass.core.types import NewRequest, Output, Timeline, TokenLogprob
 from windlass.text.stream import TextStream
 
 
@@ -43,6 +43,7 @@ class Completion:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.timeline: Timeline | None = None  # the last one, where the owner keeps it
         self._stream = TextStream(tokenizer, request.sampling)
 
     @property
