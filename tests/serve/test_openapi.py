@@ -67,6 +67,20 @@ def test_bodies_have_the_fields_of_the_protocol(document: dict[str, Any]) -> Non
     assert {"string", "array"} <= {each["type"] for each in stop[0].get("anyOf", stop)}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_errors_have_the_described_fields(
+    server: Server, document: dict[str, Any], path: str
+) -> None:
+    content = document["paths"][path]["post"]["responses"]["default"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    schema, error = document["components"]["schemas"][name], server.http.post(path, json={}).json()
+    assert error.keys() == set(schema["required"])
+    inner = schema["properties"]["error"]
+    assert inner["type"] == ("object" if isinstance(error["error"], dict) else "string")
+    if inner["type"] == "object":
+        assert error["error"].keys() == set(inner["required"])
+
+
 def test_every_described_operation_exists(server: Server, document: dict[str, Any]) -> None:
     for method, path, _ in operations(document):
         url = re.sub(r"\{\w+\}", "nothing", path)

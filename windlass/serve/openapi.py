@@ -60,6 +60,7 @@ class Operation:
     query: Mapping[str, Json] | None = None
     form: Json | None = None  # the schema of multipart/form-data
     optional_body: bool = False
+    error: str | None = None  # the schema of an error; None: that of the tag
 
 
 _LIMIT: Json = {"type": "integer", "minimum": 1}
@@ -82,7 +83,9 @@ _WAKE = Operation(_ADMIN, "Wake the server", (WakeRequest,), optional_body=True)
 _RESET = Operation(_ADMIN, "Empty the prefix cache of unused blocks")
 _SCORE = Operation(_RANKING, "Score pairs of texts", (ScoreRequest,))
 _RERANK = Operation(_RANKING, "Order documents by a query", (RerankRequest,))
-_READY = Operation(_OPERATIONS_TAG, "Whether the server would answer a request")
+_READY = Operation(
+    _OPERATIONS_TAG, "Whether the server would answer a request", error="Unavailable"
+)
 
 _LLAMA_COMPLETION = Operation(
     _LLAMA, "Complete a text", (LlamaCompletionRequest,), (_JSON, _EVENTS)
@@ -163,8 +166,10 @@ _OPERATIONS = {
     "GET /v1/health": _READY,
     "GET /health/ready": _READY,
     "GET /ping": _READY,
-    "GET /health/live": Operation(_OPERATIONS_TAG, "Whether a restart would not help"),
-    "GET /health/generate": Operation(_OPERATIONS_TAG, "Generate one token"),
+    "GET /health/live": Operation(
+        _OPERATIONS_TAG, "Whether the engine has not failed for good", error="Unavailable"
+    ),
+    "GET /health/generate": Operation(_OPERATIONS_TAG, "Generate one token", error="Unavailable"),
     "GET /version": Operation(_OPERATIONS_TAG, "The server's version"),
     "GET /metrics": Operation(_OPERATIONS_TAG, "Metrics for Prometheus", media=(_TEXT,)),
     "GET /load": Operation(_OPERATIONS_TAG, "Requests in flight, running and queued"),
@@ -184,22 +189,22 @@ _OPERATIONS = {
     "POST /v1/unload_lora_adapter": Operation(_ADMIN, "Unload an adapter", (UnloadAdapterRequest,)),
 }
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+_NULLABLE = {"type": ["string", "null"]}
+
+
+def _strings(**fields: Json) -> Json:
+    """An object that has all these fields; {} is a string."""
+    properties = {name: schema or {"type": "string"} for name, schema in fields.items()}
+    return {"type": "object", "required": [*fields], "properties": properties}
+
+
+_ERRORS = {
+    "Error": _strings(error=_strings(message={}, type={}, param=_NULLABLE, code=_NULLABLE)),
+    "AnthropicError": _strings(type={}, error=_strings(type={}, message={})),
+    "OllamaError": _strings(error={}),
+    "Unavailable": _strings(status={}, reason={}),
 }
+_ERROR_OF_TAG = {_ANTHROPIC: "AnthropicError", _OLLAMA: "OllamaError"}
 
 
 def describe(routes: Iterable[APIRoute], root_path: str, *, needs_key: bool) -> Json:
@@ -218,7 +223,7 @@ def describe(routes: Iterable[APIRoute], root_path: str, *, needs_key: bool) -> 
         [(body, "validation") for body in sorted(bodies, key=lambda each: each.__name__)],
         ref_template=_REF,
     )
-    components: Json = {"schemas": {**schemas.get("$defs", {}), "Error": _ERROR}}
+    components: Json = {"schemas": {**schemas.get("$defs", {}), **_ERRORS}}
     document: Json = {
         "openapi": "3.1.0",
         "info": {
@@ -238,6 +243,7 @@ def describe(routes: Iterable[APIRoute], root_path: str, *, needs_key: bool) -> 
 
 def _operation(operation: Operation, method: str, path: str) -> Json:
     words = re.findall(r"\w+", path)
+    error = operation.error or _ERROR_OF_TAG.get(operation.tag, "Error")
     described: Json = {
         "operationId": "_".join([method.lower(), *words]),
         "tags": [operation.tag],
@@ -249,7 +255,7 @@ def _operation(operation: Operation, method: str, path: str) -> Json:
             },
             "default": {
                 "description": "An error.",
-                "content": {_JSON: {"schema": {"$ref": _REF.format(model="Error")}}},
+                "content": {_JSON: {"schema": {"$ref": _REF.format(model=error)}}},
             },
         },
     }
