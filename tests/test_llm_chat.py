@@ -10,8 +10,9 @@ import pytest
 
 from tests.runner.test_deterministic import CONFIG
 from windlass import LLM, SamplingParams
-from windlass.build import build_engine, open_model
+from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
+from windlass.core.card import ModelCard
 from windlass.errors import RequestError
 
 TEMPLATE = """{%- for tool in tools %}{{ tool | tojson }}{% endfor %}
@@ -36,14 +37,25 @@ PARAMS = SamplingParams(max_tokens=250, seed=1)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCard, Built]:
     path = tmp_path_factory.mktemp("model")
-    sizes = {"head_dim": 16, "intermediate_size": 224, "vocab_size": 300, "eos_token_id": 256}
+    sizes = {
+        "head_dim": 16,
+        "intermediate_size": 224,
+        "vocab_size": 300,
+        "eos_token_id": 256,
+        "max_position_embeddings": 1024,
+    }
     (path / "config.json").write_text(json.dumps(CONFIG | sizes))
     config = EngineConfig.of(model=str(path), load_format="dummy", device="cpu", num_blocks=200)
     opened = open_model(config)
-    card = replace(opened.card, chat_template=TEMPLATE)
-    return LLM.over(card, build_engine(config, opened.source))
+    return opened.card, build_engine(config, opened.source)
+
+
+@pytest.fixture(scope="module")
+def llm(built: tuple[ModelCard, Built]) -> LLM:
+    card, engine = built
+    return LLM.over(replace(card, chat_template=TEMPLATE), engine)
 
 
 def prompt_of(llm: LLM, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -60,6 +72,28 @@ def test_required_calls_are_parsed(llm: LLM) -> None:
         for call in message.calls:
             assert call.name == "get_weather"
             assert call.values["city"] in ("Rome", "Paris")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_strict_call_follows_its_schema_once_begun(
+    built: tuple[ModelCard, Built], parallel: bool
+) -> None:
+    """The template has no marks of calls, so a call begins with a bracket."""
+    card, engine = built
+    llm = LLM.over(replace(card, chat_template="{{ messages[0].content }}"), engine)
+    function = {**WEATHER["function"], "strict": True}
+    params = SamplingParams(max_tokens=400, seed=1, logit_bias={ord("["): 90.0, ord("]"): 50.0})
+    options = {"tools": [{"type": "function", "function": function}], "tool_choice": "auto"}
+    for result in llm.chat([HI] * 3, params, parallel_tool_calls=parallel, **options):
+        message = result.outputs[0].message
+        assert message is not None
+        assert [call.name for call in message.calls] == ["get_weather"]
+        assert message.calls[0].values["city"] in ("Rome", "Paris")
+        assert message.content == ""
+    loose = {"tools": [WEATHER], "tool_choice": "auto"}
+    (result,) = llm.chat(HI, params, **loose)
+    assert result.outputs[0].message is not None
+    assert not result.outputs[0].message.calls
 
 
 def test_reasoning_ends_within_its_budget(llm: LLM) -> None:

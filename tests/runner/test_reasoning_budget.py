@@ -228,3 +228,22 @@ def test_harmony_ends_in_the_final_channel() -> None:
 def test_a_budget_needs_a_chat(llm: LLM) -> None:
     with pytest.raises(RequestError, match="needs a chat"):
         llm.generate([[5]], SamplingParams(thinking_token_budget=3))
+
+
+def test_strict_calls_begin_behind_the_reasoning() -> None:
+    tools = ToolSet({"now": {}}, strict=frozenset(["now"]))
+    strict = params(tools=tools)
+    assert strict.structured_outputs is not None
+    assert strict.structured_outputs.calls is not None
+    assert strict.reasoning is not None
+    # The tag has several tokens here, and the grammar allows it as text.
+    assert params("<assistant>", tools=tools).reasoning is None
+    with pytest.raises(RequestError, match="tokens of their own"):
+        params("<assistant>", tools=tools, thinking_token_budget=3)
+    form = choose_format("<|channel|><|message|>", "auto", "auto")
+    given = {"prompt": "<|start|>assistant", "tokenizer": TOKENIZER}
+    with pytest.raises(RequestError, match="harmony calls"):
+        chat_output(form, tools, SamplingParams(thinking_token_budget=3), **given)
+    made = chat_output(form, tools, SamplingParams(), **given)
+    assert made.sampling.reasoning is None
+    assert made.parsing.dialect is form.dialect

@@ -209,3 +209,25 @@ def test_parsers_can_be_set() -> None:
         choice = whole(server, "<think>Hm.</think>[get_weather(city='Paris')]", tools=[WEATHER])
         assert choice.message.reasoning_content == "Hm."
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+def test_strict_tools_with_auto(server: Server) -> None:
+    """The engine compiles their grammar; its model ignores it."""
+    function = WEATHER["function"]
+    parameters = {"type": "object", "properties": {"city": {"not": {"const": "Oslo"}}}}
+    strict = {
+        "type": "function",
+        "function": {**function, "parameters": parameters, "strict": True},
+    }
+    for stream in (False, True):
+        body = {"messages": say(CALL_TEXT), "tools": [strict, NOW], "max_tokens": 300}
+        response = server.http.post("/v1/chat/completions", json={**body, "stream": stream})
+        assert response.status_code == 200
+        relaxed = response.headers["X-Windlass-Schema-Relaxed"]
+        assert relaxed == "not at #/properties/city of get_weather"
+        assert "get_weather" in response.text
+    bad = {**strict, "function": {**strict["function"], "parameters": {"type": "objekt"}}}
+    response = server.http.post("/v1/chat/completions", json={**body, "tools": [bad]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert "objekt" in response.json()["error"]["message"]

@@ -15,6 +15,7 @@ from typing import Any
 from windlass.errors import RequestError
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_ALL_KINDS = (*_KINDS, "calls")
 MAX_CHARS = 65_536
 
 
@@ -30,11 +31,14 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark's notation, or GBNF
+    calls: str | None = (
+        None  # tool calls, as text/tool_grammar.py writes them; no client can set it
+    )
     # The request's field that it came from. Errors name it; no client can set it.
     source: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in _ALL_KINDS if getattr(self, name) not in (None, False)]
         if not isinstance(self.json_object, bool):
             raise self.error(f"json_object must be true or false, got {_shown(self.json_object)}.")
         if self.json is False:
@@ -71,11 +75,11 @@ class StructuredOutputs:
     @property
     def text(self) -> str:
         """The schema, expression or grammar as the client wrote it; "" for the other kinds."""
-        return str(self.json or self.regex or self.grammar or "")
+        return str(self.json or self.regex or self.grammar or self.calls or "")
 
     def fields(self) -> dict[str, Any]:
-        """The constraint as fields; `of` is the inverse."""
-        return {name: value for name in _KINDS if (value := getattr(self, name))}
+        """The constraint as fields."""
+        return {name: value for name in _ALL_KINDS if (value := getattr(self, name))}
 
     def error(self, reason: str) -> RequestError:
         """The error for this constraint, with the request field that it came from."""

@@ -49,7 +49,9 @@ class ToolUse:
     @property
     def tool_set(self) -> ToolSet:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-        return ToolSet(schemas, max_calls=None if self.parallel else 1, forced=self.forced)
+        strict = frozenset(tool.function.name for tool in self.tools if tool.function.strict)
+        max_calls = None if self.parallel else 1
+        return ToolSet(schemas, max_calls=max_calls, forced=self.forced, strict=strict)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:

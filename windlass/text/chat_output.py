@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from windlass.core.reasoning import ReasoningPhase, TokenIds
 from windlass.core.sampling import SamplingParams
+from windlass.core.structured import StructuredOutputs
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import RequestError
 from windlass.text.parsing.dialect import Dialect
@@ -13,7 +14,7 @@ from windlass.text.parsing.output import ToolSet
 from windlass.text.parsing.parser import ParsingOptions
 from windlass.text.parsing.reasoning import ReasoningTags
 from windlass.text.parsing.registry import DIALECTS, OutputFormat
-from windlass.text.tool_grammar import required_calls
+from windlass.text.tool_grammar import required_calls, strict_calls
 
 # Text beside which a marker must keep its tokens.
 _AROUND = ("x", ".", " ", "\n", "\n\n", "{")
@@ -50,18 +51,23 @@ def chat_output(
         structured, dialect = required_calls(tools), DIALECTS["json"]
     elif structured is not None:
         tools = None  # an answer of a given format has no calls
+    elif tools is not None and tools.strict:
+        structured = strict_calls(tools, dialect)
     tags = output_format.reasoning or dialect.reasoning
     is_open = tags is not None and tags.opened_by(prompt)
-    phase, budget = None, sampling.thinking_token_budget
-    # Without a budget, a model that need not reason begins with an answer of a given format.
-    if tags is not None and (budget is not None or (structured is not None and is_open)):
+    phase = None
+    if tags is not None and _is_followed(sampling, structured, dialect, is_open=is_open):
         phase = _phase(
-            tags, tokenizer, budget=budget, is_open=is_open, has_grammar=structured is not None
+            tags,
+            tokenizer,
+            budget=sampling.thinking_token_budget,
+            is_open=is_open,
+            structured=structured,
         )
     sampling = replace(
         sampling, structured_outputs=structured, reasoning=phase, thinking_token_budget=None
     )
-    has_reasoning = structured is None or phase is not None
+    has_reasoning = phase is not None or not _is_answer(structured)
     parsing = ParsingOptions(
         dialect=_reader(dialect, tools, has_reasoning),
         tools=tools,
@@ -71,10 +77,38 @@ def chat_output(
     return ChatOutput(sampling, parsing)
 
 
+def _is_answer(structured: StructuredOutputs | None) -> bool:
+    """Whether the grammar is that of a whole answer, not of text with calls."""
+    return structured is not None and structured.calls is None
+
+
 def _reader(dialect: Dialect, tools: ToolSet | None, has_reasoning: bool) -> Dialect | None:
     """The dialect, if there is anything for it to find."""
     finds_reasoning = has_reasoning and dialect.reasoning is not None
     return dialect if tools is not None or finds_reasoning else None
+
+
+def _is_followed(
+    sampling: SamplingParams,
+    structured: StructuredOutputs | None,
+    dialect: Dialect,
+    *,
+    is_open: bool,
+) -> bool:
+    """Whether the end of the reasoning has an effect: a budget ends it, or a grammar begins behind it."""
+    has_budget = sampling.thinking_token_budget is not None
+    if structured is None or _is_answer(structured):
+        # Without a budget, a model that need not reason begins with an answer of a given format.
+        return has_budget or (structured is not None and is_open)
+    if dialect.reasoning is None:
+        return True
+    if has_budget:
+        raise RequestError(
+            f"thinking_token_budget and strict tools cannot be combined with {dialect.name} calls. "
+            "Leave one of them out, or require a call.",
+            "thinking_token_budget",
+        )
+    return False  # the grammar of the calls has the reasoning as well
 
 
 def _phase(
@@ -83,24 +117,26 @@ def _phase(
     *,
     budget: int | None,
     is_open: bool,
-    has_grammar: bool,
+    structured: StructuredOutputs | None,
 ) -> ReasoningPhase | None:
-    """The reasoning in token ids; None: it cannot be followed, and the answer begins at once."""
+    """The reasoning in token ids; None: it cannot be followed, and has no budget."""
+    start = () if is_open else _ids(tokenizer, tags.start)
+    # After the first of several tokens that a grammar allows, too, the answer may have begun.
+    is_clear = structured is None or len(start) < 2
+    if not is_clear and _is_answer(structured):
+        return None  # the answer begins at once
     markers = [tags.end] if is_open else [tags.start, tags.end]
-    if not tags.special_tokens and not all(_is_isolated(tokenizer, each) for each in markers):
-        if budget is None:
-            return None
+    if not tags.special_tokens:
+        is_clear = is_clear and all(_is_isolated(tokenizer, each) for each in markers)
+    if not is_clear and budget is None:
+        return None
+    if not is_clear:
         raise RequestError(
             f"thinking_token_budget needs reasoning tags that have tokens of their own; {tags.start!r} "
             f"and {tags.end!r} of this model have not.",
             "thinking_token_budget",
         )
-    start = () if is_open else _ids(tokenizer, tags.start)
-    if has_grammar and len(start) > 1:
-        return (
-            None  # where the grammar allows the first of several tokens, the answer may have begun
-        )
-    ends = (tags.end,) if has_grammar else (tags.end, *tags.other_ends)
+    ends = (tags.end, *tags.other_ends) if structured is None else (tags.end,)
     return ReasoningPhase(
         start=start,
         ends=tuple(_ids(tokenizer, end) for end in ends),

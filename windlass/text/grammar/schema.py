@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.structured import StructuredOutputs
+from windlass.text.parsing.call_grammar import local_reference
 
 Schema = dict[str, Any]
 
@@ -59,7 +61,7 @@ class AdaptedSchema:
     unsupported: tuple[str, ...]
 
 
-def adapt(schema: Schema) -> AdaptedSchema:
+def adapt(schema: Mapping[str, Any]) -> AdaptedSchema:
     """Adapt a schema. Raises RecursionError when it is nested too deeply."""
     adapter = _Adapter(schema)
     return AdaptedSchema(adapter.schema(schema, "#"), tuple(adapter.unsupported))
@@ -67,11 +69,16 @@ def adapt(schema: Schema) -> AdaptedSchema:
 
 def unsupported_keywords(structured: StructuredOutputs | None) -> tuple[str, ...]:
     """What a request's JSON schema requires and no grammar enforces."""
-    if structured is None or structured.json is None:
+    if structured is None or (structured.json is None and structured.calls is None):
         return ()
     try:
-        schema = json.loads(structured.text)
-        return adapt(schema).unsupported if isinstance(schema, dict) else ()
+        parsed = json.loads(structured.text)
+        if structured.calls is None:
+            return adapt(parsed).unsupported if isinstance(parsed, dict) else ()
+        tools = parsed["tools"].items()
+        return tuple(
+            f"{each} of {name}" for name, schema in tools for each in adapt(schema).unsupported
+        )
     except RecursionError:
         return ()  # the sandbox refuses it
 
@@ -79,7 +86,7 @@ def unsupported_keywords(structured: StructuredOutputs | None) -> tuple[str, ...
 class _Adapter:
     """Walks one schema and collects what cannot be enforced."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self.unsupported: list[str] = []
 
@@ -122,7 +129,7 @@ class _Adapter:
         """Rewrite propertyNames where the names are listed, or match a pattern."""
         if "propertyNames" not in out:
             return
-        names = self._resolved(out.pop("propertyNames"))
+        names = local_reference(self._root, out.pop("propertyNames"))
         value = out.get("additionalProperties", True)
         is_open = "properties" not in out and "patternProperties" not in out
         match names:
@@ -137,17 +144,6 @@ class _Adapter:
                 pass
             case _:
                 self._note("propertyNames", path)
-
-    def _resolved(self, schema: Any) -> Any:
-        """The schema itself, or what its local reference names."""
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return schema
-        found: Any = self._root
-        for part in reference[2:].split("/"):
-            key = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
 
     def _text(self, out: Schema, path: str) -> None:
         form = out.get("format")

@@ -6,12 +6,15 @@ Runs in the sandbox, because a client's input can make the translation slow or i
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from windlass.config import SchemaStrictness
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 from windlass.text.grammar.schema import adapt, ascii_digits
+from windlass.text.parsing.call_grammar import CallGrammar
+from windlass.text.parsing.registry import DIALECTS
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -21,15 +24,23 @@ _WHITESPACE = r"[ \t\n\r]{0,20}"
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def to_llguidance(structured: StructuredOutputs, strictness: SchemaStrictness = "relaxed") -> str:
-    """Return the grammar's text. Raises RequestError when there is no translation."""
+def to_llguidance(
+    structured: StructuredOutputs,
+    strictness: SchemaStrictness = "relaxed",
+    special_ids: Mapping[str, int] | None = None,
+) -> str:
+    """Return the grammar's text. Raises RequestError when there is no translation.
+
+    `special_ids`: ids of the special tokens by their text.
+    """
     from llguidance import LLMatcher
 
     try:
         if structured.json is not None or structured.json_object:
             schema = _ANY_OBJECT
             if structured.json is not None:
-                schema = _enforceable(structured.text, strictness)
+                parsed = json.loads(structured.text)
+                schema = json.dumps(_enforceable({} if parsed is True else parsed, strictness))
             return LLMatcher.grammar_from_json_schema(schema, defaults=_json_options(strictness))
         if structured.regex is not None:
             return LLMatcher.grammar_from_regex(ascii_digits(structured.regex))
@@ -37,6 +48,9 @@ def to_llguidance(structured: StructuredOutputs, strictness: SchemaStrictness = 
             # One terminal: as alternatives of a rule, 2,000 choices would exceed the parser's limit.
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        if structured.calls is not None:
+            lark = _calls(json.loads(structured.calls), strictness, special_ids)
+            return LLMatcher.grammar_from_lark(lark)
         assert structured.grammar is not None
         return LLMatcher.grammar_from_lark(_lark(structured.grammar))
     except RecursionError as error:
@@ -52,16 +66,29 @@ def _json_options(strictness: SchemaStrictness) -> JsonCompileOptions:
     return {"whitespace_pattern": _WHITESPACE, "coerce_one_of": strictness == "relaxed"}
 
 
-def _enforceable(schema: str, strictness: SchemaStrictness) -> str:
+def _calls(
+    calls: dict[str, Any], strictness: SchemaStrictness, special_ids: Mapping[str, int] | None
+) -> str:
+    """The grammar of a dialect's calls."""
+    grammar = CallGrammar(
+        calls["tools"],
+        max_calls=calls["max_calls"],
+        special_ids=special_ids or {},
+        adapt=lambda schema: _enforceable(schema, strictness),
+        json_options=_json_options(strictness),
+    )
+    return DIALECTS[calls["dialect"]].grammar(grammar)
+
+
+def _enforceable(schema: Mapping[str, Any], strictness: SchemaStrictness) -> dict[str, Any]:
     """A schema as llguidance compiles it. Raises when `strictness` does not let keywords be dropped."""
-    parsed = json.loads(schema)
-    adapted = adapt({} if parsed is True else parsed)
+    adapted = adapt(schema)
     if adapted.unsupported and strictness == "strict":
         raise ValueError(
             f"the JSON schema has {', '.join(adapted.unsupported)}, which no grammar enforces. Leave "
             "it out, or start with --schema-strictness relaxed, which ignores it."
         )
-    return json.dumps(adapted.schema)
+    return adapted.schema
 
 
 def _lark(grammar: str) -> str:

@@ -29,6 +29,11 @@ class Vocabulary:
         tokens = [tokenizer.token_bytes(token) for token in range(count)]
         return cls(tokens, list(tokenizer.eos_ids), list(tokenizer.special_ids))
 
+    @property
+    def special_texts(self) -> dict[str, int]:
+        """The ids of special tokens by their spelling."""
+        return {self.tokens[i].decode(errors="replace"): i for i in self.special_ids}
+
     def packed(self) -> tuple[bytes, bytes]:
         """The lengths of all tokens, and their concatenated bytes."""
         return array("I", map(len, self.tokens)).tobytes(), b"".join(self.tokens)

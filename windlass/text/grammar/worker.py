@@ -48,9 +48,12 @@ _MAX_LINE = 120
 class _Compiler:
     """Owns the vocabulary and the limits."""
 
-    def __init__(self, tokenizer: LLTokenizer, eos_ids: list[int], config: GrammarConfig) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, vocabulary: Vocabulary, config: GrammarConfig
+    ) -> None:
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(vocabulary.eos_ids)
+        self._special_ids = vocabulary.special_texts
         self._config = config
         self._limits = parser_limits(config)
 
@@ -124,7 +127,9 @@ class _Compiler:
         from llguidance import LLMatcher
 
         before = _peak_resident()
-        grammar = to_llguidance(StructuredOutputs(**fields), self._config.schema_strictness)
+        grammar = to_llguidance(
+            StructuredOutputs(**fields), self._config.schema_strictness, self._special_ids
+        )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         _check(matcher)
         self._try_tokens(matcher)
@@ -244,7 +249,7 @@ def main(control_fd: int) -> None:
     vocabulary, config = received
     encoder = _GreedyEncoder()
     encoder.tokenizer = make_tokenizer(vocabulary, encoder)
-    compiler = _Compiler(encoder.tokenizer, vocabulary.eos_ids, config)
+    compiler = _Compiler(encoder.tokenizer, vocabulary, config)
     os.nice(_NICE)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     send_frame(control, b"ready")

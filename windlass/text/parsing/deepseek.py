@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.text.parsing.call_grammar import CallGrammar, literal
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import OutputSink
 from windlass.text.parsing.reader import Reader, Steps
@@ -37,4 +38,19 @@ def _call(reader: Reader, out: OutputSink) -> Steps[None]:
         call.arguments("{}")
 
 
-DIALECT = Dialect(name="deepseek", read=_read, marks=((_ALL,),), special_tokens=True)
+def _grammar(grammar: CallGrammar) -> str:
+    one, separator, end = (grammar.mark(text) for text in (_ONE, _SEPARATOR, _ONE_END))
+    calls = []
+    for name in grammar.tools:
+        arguments = grammar.arguments(name)
+        fence = literal(f"{name}\n```json\n")
+        calls.append(f"{literal(name)} {separator} {arguments} {end}")
+        calls.append(f'"function" {separator} {fence} {arguments} "\\n```" {end}')
+    grammar.add("one", f"{one} ({' | '.join(calls)})")
+    several = "one" if grammar.max_calls is not None else "one (SPACE? one)*"
+    return grammar.text_with_calls(_ALL, f"{several} {grammar.mark(_ALL_END)}", repeats=False)
+
+
+DIALECT = Dialect(
+    name="deepseek", read=_read, grammar=_grammar, marks=((_ALL,),), special_tokens=True
+)

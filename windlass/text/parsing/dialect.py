@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from windlass.text.parsing.call_grammar import CallGrammar
 from windlass.text.parsing.output import OutputSink, call_id
 from windlass.text.parsing.reader import Reader, Steps
 from windlass.text.parsing.reasoning import ReasoningTags
 
 Read = Callable[[Reader, OutputSink], Steps[None]]
+WriteGrammar = Callable[[CallGrammar], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,7 @@ class Dialect:
     """A tool-call parser.
 
     read: reads a whole output after its reasoning.
+    grammar: writes the grammar of such outputs, whose calls follow the tools' schemas.
     marks: a chat template that contains all strings of one of these tuples teaches the dialect.
     special_tokens: whether its markers are special tokens, which are not part of the text otherwise.
     reasoning: the marks of reasoning that `read` finds itself.
@@ -24,6 +27,7 @@ class Dialect:
 
     name: str
     read: Read
+    grammar: WriteGrammar
     marks: tuple[tuple[str, ...], ...] = ()
     special_tokens: bool = False
     reasoning: ReasoningTags | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from windlass.text.parsing.call_grammar import CallGrammar, literal
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import OutputSink
 from windlass.text.parsing.reader import Reader, Steps
@@ -11,6 +12,7 @@ from windlass.text.parsing.reasoning import ReasoningTags
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_CONSTRAIN = "<|constrain|>"
 _RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 
 
@@ -46,9 +48,28 @@ def _message(head: str, reader: Reader, out: OutputSink) -> Steps[str | None]:
     return (yield from reader.until(*_ENDS, sink=out.reasoning if is_analysis else out.content))
 
 
+def _grammar(grammar: CallGrammar) -> str:
+    channel, message = grammar.mark(_CHANNEL), grammar.mark(_MESSAGE)
+    json = '(SPACE? "json")?'
+    if grammar.is_special(_CONSTRAIN):
+        json = f'(SPACE? {grammar.mark(_CONSTRAIN)}? "json")?'
+    calls = []
+    for name in grammar.tools:
+        arguments = f"{json} {message} {grammar.arguments(name)}"
+        on_channel = literal(f"commentary to=functions.{name}")
+        calls.append(f"{channel} {on_channel} SPACE? {arguments}")
+        to_role = literal(f" to=functions.{name}")
+        calls.append(f'{to_role} {channel} "commentary" SPACE? {arguments}')
+    grammar.add("call", " | ".join(calls))
+    grammar.add("aside", f'{channel} ("analysis" | "commentary") {message} TEXT')
+    again = f'{grammar.mark("<|end|>")} {grammar.mark(_START)} "assistant"'
+    return grammar.whole(f'(aside {again})* (aside | call | {channel} "final" {message} TEXT)')
+
+
 DIALECT = Dialect(
     name="harmony",
     read=_read,
+    grammar=_grammar,
     marks=((_CHANNEL, _MESSAGE),),
     special_tokens=True,
     reasoning=ReasoningTags(

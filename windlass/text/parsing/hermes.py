@@ -5,6 +5,7 @@ Granite 3 writes an array after its marker, which has no end.
 
 from __future__ import annotations
 
+from windlass.text.parsing.call_grammar import CallGrammar
 from windlass.text.parsing.dialect import Dialect, Read
 from windlass.text.parsing.json_calls import read_calls
 from windlass.text.parsing.output import OutputSink
@@ -25,12 +26,25 @@ def _reads(start: str, end: str) -> Read:
     return read
 
 
+def _hermes_grammar(grammar: CallGrammar) -> str:
+    end = grammar.mark("</tool_call>")
+    return grammar.text_with_calls("<tool_call>", f"SPACE? {grammar.call()} SPACE? {end}")
+
+
+def _granite_grammar(grammar: CallGrammar) -> str:
+    return grammar.text_with_calls("<|tool_call|>", f"SPACE? {grammar.calls()}", repeats=False)
+
+
 DIALECT = Dialect(
-    name="hermes", read=_reads("<tool_call>", "</tool_call>"), marks=(("<tool_call>",),)
+    name="hermes",
+    read=_reads("<tool_call>", "</tool_call>"),
+    grammar=_hermes_grammar,
+    marks=(("<tool_call>",),),
 )
 GRANITE = Dialect(
     name="granite",
     read=_reads("<|tool_call|>", "<|end_of_text|>"),
+    grammar=_granite_grammar,
     marks=(("<|tool_call|>",),),
     special_tokens=True,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from windlass.text.parsing.call_grammar import CallGrammar
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import Call, OutputSink
 from windlass.text.parsing.reader import Reader, Sink, Steps, json_string, json_text
@@ -109,4 +110,10 @@ def _read(reader: Reader, out: OutputSink) -> Steps[None]:
     yield from reader.rest(out.content)
 
 
-DIALECT = Dialect(name="json", read=_read)
+def _grammar(grammar: CallGrammar) -> str:
+    grammar.add("ANSWER", r"/[^{\[ \t\r\n](.|\n)*/ & ~/```json(.|\n)*/")
+    fenced = f'"```json" SPACE? {grammar.calls()} SPACE? "```" SPACE?'
+    return grammar.whole(f"SPACE? (ANSWER | {grammar.calls()} SPACE? | {fenced})?")
+
+
+DIALECT = Dialect(name="json", read=_read, grammar=_grammar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.text.parsing.call_grammar import CallGrammar
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.json_calls import read_calls
 from windlass.text.parsing.output import OutputSink
@@ -29,9 +30,17 @@ def _read(reader: Reader, out: OutputSink) -> Steps[None]:
     yield from reader.rest(out.content)
 
 
+def _grammar(grammar: CallGrammar) -> str:
+    grammar.add("call", grammar.call("parameters"))
+    more = "" if grammar.max_calls is not None else '(SPACE? ";" SPACE? call)* '
+    grammar.add("ANSWER", r"/[^{ \t\r\n](.|\n)*/")
+    return grammar.whole(f"SPACE? (ANSWER | ({grammar.mark(_TAG)} SPACE?)? call {more}SPACE?)?")
+
+
 DIALECT = Dialect(
     name="llama3_json",
     read=_read,
+    grammar=_grammar,
     marks=((_TAG,), ("Environment: ipython",)),
     special_tokens=True,
 )

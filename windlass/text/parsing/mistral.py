@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.text.parsing.call_grammar import CallGrammar, literal
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.json_calls import read_calls
 from windlass.text.parsing.output import OutputSink, short_call_id
@@ -31,9 +32,19 @@ def _read(reader: Reader, out: OutputSink) -> Steps[None]:
         yield from reader.json_value(out.start_call(name, id_).arguments)
 
 
+def _grammar(grammar: CallGrammar) -> str:
+    if not grammar.is_special(_ARGS):
+        return grammar.text_with_calls(_CALLS, f"SPACE? {grammar.calls()}", repeats=False)
+    id_ = f"({grammar.mark(_ID)} /[a-zA-Z0-9]{{1,32}}/)? " if grammar.is_special(_ID) else ""
+    args = grammar.mark(_ARGS)
+    calls = [f"{literal(name)} {id_}{args} {grammar.arguments(name)}" for name in grammar.tools]
+    return grammar.text_with_calls(_CALLS, " | ".join(calls))
+
+
 DIALECT = Dialect(
     name="mistral",
     read=_read,
+    grammar=_grammar,
     marks=((_CALLS,),),
     special_tokens=True,
     make_id=short_call_id,

@@ -63,6 +63,7 @@ class ToolSet:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_calls: int | None = None  # later calls are dropped; None: no limit
     forced: bool = False  # whether the model must call a tool
+    strict: frozenset[str] = frozenset()  # tools whose calls must follow their schemas
 
     def __contains__(self, name: str) -> bool:
         return name in self.schemas

@@ -6,7 +6,15 @@ Parameters are plain text; the schema of the tool says which of them are strings
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
+from windlass.text.parsing.call_grammar import (
+    CallGrammar,
+    definitions,
+    literal,
+    local_reference,
+)
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import Call, OutputSink
 from windlass.text.parsing.reader import Reader, Steps
@@ -82,5 +90,76 @@ def _read_glm(reader: Reader, out: OutputSink) -> Steps[None]:
         parameters.end()
 
 
-QWEN = Dialect(name="qwen3_coder", read=_read_qwen, marks=(("<tool_call>", "<function="),))
-GLM = Dialect(name="glm45", read=_read_glm, marks=(("<tool_call>", "<arg_key>"),))
+def _is_text(schema: Any) -> bool:
+    """Whether a parameter may be any text. Text that is no JSON becomes a string."""
+    if not isinstance(schema, dict) or schema.keys() & {"const", "enum"}:
+        return not isinstance(schema, dict)
+    kinds = schema.get(
+        "type", () if schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"} else "string"
+    )
+    return "string" in kinds or any(
+        map(_is_text, [*schema.get("anyOf", ()), *schema.get("oneOf", ())])
+    )
+
+
+def _parameters(grammar: CallGrammar, tool: str, *, write: Callable[[str], str], end: str) -> str:
+    """Add a rule for the parameters of a tool, in the schema's order; `write` begins one, `end` ends it."""
+    rule = f"parameters{list(grammar.tools).index(tool)}"
+    schema = grammar.tools[tool]
+    if not schema:
+        return grammar.add(rule, f"({write('')} any SPACE?)*")
+    parts = []
+    properties = schema.get("properties", {})
+    for name, given in properties.items():
+        resolved = local_reference(schema, given)
+        values = resolved.get("enum") if isinstance(resolved, dict) else None
+        if values and all(isinstance(value, str) for value in values):
+            value = f"SPACE? ({' | '.join(map(literal, values))}) SPACE? {grammar.mark(end)}"
+        elif _is_text(resolved):
+            value = "any"
+        else:
+            own = {**definitions(schema), **given}
+            value = f"SPACE? {grammar.json(own)} SPACE? {grammar.mark(end)}"
+        written = f"{write(name)} {value} SPACE?"
+        parts.append(written if name in schema.get("required", ()) else f"({written})?")
+    return grammar.add(rule, " ".join(parts) or '""')
+
+
+def _qwen_grammar(grammar: CallGrammar) -> str:
+    def write(name: str) -> str:
+        return literal(f"<parameter={name}>") if name else '"<parameter=" /[^>\\n]{1,100}/ ">"'
+
+    grammar.until("any", "</parameter>")
+    calls = [
+        f"{literal(f'{name}>')} SPACE? {_parameters(grammar, name, write=write, end='</parameter>')}"
+        for name in grammar.tools
+    ]
+    end = f'"</function>" (SPACE? {grammar.mark("</tool_call>")})?'
+    return grammar.text_with_calls("<function=", f"({' | '.join(calls)}) {end}")
+
+
+def _glm_grammar(grammar: CallGrammar) -> str:
+    key, key_end, value = (grammar.mark(f"<{tag}>") for tag in ("arg_key", "/arg_key", "arg_value"))
+
+    def write(name: str) -> str:
+        own = literal(name) if name else "/[^<\\n]{1,100}/"
+        return f"{key} {own} {key_end} SPACE? {value}"
+
+    grammar.until("any", "</arg_value>")
+    calls = [
+        f"{literal(name)} SPACE? {_parameters(grammar, name, write=write, end='</arg_value>')}"
+        for name in grammar.tools
+    ]
+    end = grammar.mark("</tool_call>")
+    return grammar.text_with_calls("<tool_call>", f"SPACE? ({' | '.join(calls)}) {end}")
+
+
+QWEN = Dialect(
+    name="qwen3_coder",
+    read=_read_qwen,
+    grammar=_qwen_grammar,
+    marks=(("<tool_call>", "<function="),),
+)
+GLM = Dialect(
+    name="glm45", read=_read_glm, grammar=_glm_grammar, marks=(("<tool_call>", "<arg_key>"),)
+)
