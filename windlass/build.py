@@ -216,7 +216,9 @@ def _build_engine(
         own = claim_gpu(config, ranks.place)
         ranks.build(partial(build_worker, config, source))
         ranks.wait_until_ready()
-        rank = _build_rank(own, source, log, mesh=connect(ranks.place))
+        mesh = connect(ranks.place)
+        ranks.interrupts = mesh.interrupts
+        rank = _build_rank(own, source, log, mesh=mesh)
         ranks.wait_until_ready()
         followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)

@@ -47,6 +47,9 @@ class _OneSender:
     def reply(self, rank: int) -> bytes:
         raise AssertionError(f"no result is awaited: {rank}")
 
+    def check(self) -> None:
+        pass
+
     def lost(self, error: BaseException) -> EngineError:
         return WorkerDied(str(error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,24 @@ def test_sums_over_buffers_of_one_process(
                     torch.testing.assert_close(outputs[rank][call], expected)
                 else:
                     assert torch.equal(outputs[rank][call], want), (turn, call, rank)
+
+
+def test_a_kernel_that_waits_for_a_lost_rank_is_released() -> None:
+    device = torch.device("cuda", 0)
+    buffers = torch.zeros(2, BUFFER_BYTES, dtype=torch.uint8, device=device)
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    memory: Any = SimpleNamespace(
+        buffer=buffers[0], addresses=[buffer.data_ptr() for buffer in buffers]
+    )
+    group = SymmetricMemoryGroup(ranks, memory, device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        group.all_reduce(torch.ones(3, 512, device=device))
+        ended = torch.cuda.Event()
+        ended.record()
+    assert not ended.query()
+    group.release()
+    ended.synchronize()
 
 
 def sum_as_rank(rank: int, folder: str, results: Any) -> None:

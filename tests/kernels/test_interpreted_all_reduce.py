@@ -113,6 +113,25 @@ def test_every_rank_gets_the_same_sums(ranks: int) -> None:
 
 
 @inside
+def test_a_rank_does_not_wait_for_a_lost_one_once_it_is_released() -> None:
+    from windlass.kernels.triton.all_reduce import BUFFER_BYTES, SharedBuffers
+
+    buffers = torch.zeros(2, BUFFER_BYTES, dtype=torch.uint8).share_memory_()
+    shared = SharedBuffers.of(0, [row.data_ptr() for row in buffers], CPU)
+    shared.counters.share_memory_()
+    shared.counters[:] = 2**31 - 1  # the next number wraps around
+    x = call_inputs(0, 0, 2)
+    process = multiprocessing.get_context("fork").Process(target=shared.all_reduce, args=(x,))
+    process.start()
+    process.join(1)
+    assert process.is_alive()
+    shared.release(buffers[0])
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+
+
+@inside
 def test_a_norm_may_quantise_the_sum() -> None:
     from windlass.kernels.triton.all_reduce import BUFFER_BYTES, SharedBuffers
     from windlass.kernels.triton.norm import add_rms_norm

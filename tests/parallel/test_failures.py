@@ -9,14 +9,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, folder, make, tokens
+from windlass.core.types import StepResult
 from windlass.errors import EngineError, WorkerDied
 from windlass.llm import AsyncLLM
+from windlass.parallel.groups import connect
+from windlass.parallel.mesh import Mesh
+from windlass.parallel.place import Place
+from windlass.runner.executor import CompletedStep
+from windlass.runner.worker import Followers
 
 __all__ = ["folder"]
 
@@ -47,7 +57,17 @@ def wait_until_gone(pid: int) -> None:
         (signal.SIGSTOP, r"rank 1 hangs: no heartbeat for \d\.\d s\."),
     ],
 )
-def test_a_lost_rank_ends_the_step(folder: Path, number: int, message: str) -> None:
+def test_a_lost_rank_ends_the_step(
+    folder: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = threading.Event()
+
+    def connect_and_watch(place: Place) -> Mesh:
+        mesh = connect(place)
+        mesh.interrupts.append(interrupted.set)
+        return mesh
+
+    monkeypatch.setattr("windlass.parallel.groups.connect", connect_and_watch)
     llm = make(folder, 2)
     want = tokens(make(folder, 1))
     assert tokens(llm) == want
@@ -58,8 +78,34 @@ def test_a_lost_rank_ends_the_step(folder: Path, number: int, message: str) -> N
         llm.generate(PROMPTS, GREEDY)
     with pytest.raises(WorkerDied, match=message):
         llm.generate(PROMPTS, GREEDY)
+    assert interrupted.wait(10)
     while multiprocessing.active_children():  # the test's time limit ends this
         time.sleep(0.05)
+
+
+class Ranks:
+    """The other ranks, of which one may be lost."""
+
+    failure: EngineError | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def lost(self, error: BaseException) -> EngineError:
+        return WorkerDied(f"after {error}")
+
+
+def test_results_are_not_valid_once_a_rank_is_lost() -> None:
+    ranks: Any = Ranks()
+    step = Followers(ranks).shared(CompletedStep(StepResult([])))
+    assert step.wait() == StepResult([])
+    ranks.failure = WorkerDied("rank 1 was lost.")
+    with pytest.raises(WorkerDied, match="rank 1 was lost"):
+        step.wait()
+    own: Any = SimpleNamespace(wait=Mock(side_effect=RuntimeError("a CUDA error")))
+    with pytest.raises(WorkerDied, match="after a CUDA error"):
+        Followers(ranks).shared(own).wait()
 
 
 _PARENT = """

@@ -144,19 +144,20 @@ def _connect_gpus(
 
     tp, pp = place.parallel.tensor_parallel_size, place.parallel.pipeline_parallel_size
     stage, column = divmod(place.rank, tp)
-    tp_group: Group = SingleRank()
-    pp_group: PeerGroup = SingleRank()
+    stages: NcclGroup | None = None
+    ranks: NcclGroup | None = None
     if pp > 1:
-        pp_group = NcclGroup(c10d.PrefixStore(f"nccl-pp-{column}", store), stage, pp)
+        stages = NcclGroup(c10d.PrefixStore(f"nccl-pp-{column}", store), stage, pp)
     if tp > 1:
-        tp_group = NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
+        ranks = NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
     why_not = None
     if place.parallel.distributed_backend == "nccl":
         why_not = "--distributed-backend nccl"
     elif place.exchange is None:
         why_not = "the ranks are on several machines"
     else:
-        why_not = why_unreachable(device, tp)
+        first = device.index - column
+        why_not = why_unreachable(device, range(first, first + tp))
         if not least(sharing, why_not is None):  # all ranks must choose alike
             why_not = why_not or "a GPU cannot read the memory of another"
     name = f"symmetric-{stage}-{place.store.name}"  # a process may have several engines
@@ -172,8 +173,9 @@ def _connect_gpus(
         )
 
     return GpuGroups(
-        tp=tp_group,
-        pp=pp_group,
+        tp=ranks or SingleRank(),
+        pp=stages or SingleRank(),
+        interrupts=tuple(group.abort for group in (ranks, stages) if group is not None),
         share_memory=share if why_not is None else None,
         why_not_shared=why_not or "",
     )

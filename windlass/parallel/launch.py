@@ -264,6 +264,8 @@ class Ranks(RankProcesses):
         master: Master | None = None,
     ) -> None:
         self._exit_when_lost = exit_when_lost
+        # End what waits on a GPU for other ranks; a process that exits needs none.
+        self.interrupts: list[Callable[[], None]] = []
         self._nodes = None if master is None else Nodes(master, parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-ranks-")
         self._parallel = parallel
@@ -368,6 +370,9 @@ class Ranks(RankProcesses):
                 link.shutdown(socket.SHUT_RDWR)
         # While this rank is built, the lost rank of its machine makes it raise an error to report; that
         # of another machine may leave it waiting for a connection.
+        if not self._exit_when_lost:
+            for interrupt in self.interrupts:
+                interrupt()
         if not self._exit_when_lost or not (self._built or self._far):
             return
         deadline = time.monotonic() + (_EXIT_GRACE_S if self._built else _LOADING_GRACE_S)

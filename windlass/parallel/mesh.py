@@ -64,6 +64,9 @@ class SymmetricMemory(Protocol):
     """A buffer of this rank that all GPUs of its group can read and write, and those of the others."""
 
     @property
+    def buffer(self) -> Tensor: ...
+
+    @property
     def addresses(self) -> Sequence[int]:
         """Of the buffers of all ranks, in this process."""
         ...
@@ -75,6 +78,7 @@ class GpuGroups:
 
     tp: Group
     pp: PeerGroup
+    interrupts: tuple[Callable[[], None], ...]  # see Mesh
     # Makes symmetric memory of so many bytes for the ranks of tp. All of them call it.
     share_memory: Callable[[int], SymmetricMemory] | None = None
     why_not_shared: str = ""
@@ -120,6 +124,8 @@ class Mesh:
     # Connects the ranks of tp and pp by NCCL. All ranks call it with their GPU, which none shares.
     connect_gpus: Callable[[torch.device], GpuGroups] | None = None
     exchange: Exchange | None = None  # shared memory of the ranks of tp, if they are on one machine
+    # End what waits on this rank's GPU for a rank that is lost; its results are not valid.
+    interrupts: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def expert_tp(self) -> Group:

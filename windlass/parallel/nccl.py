@@ -68,6 +68,10 @@ class NcclGroup:
     def receive(self, into: Tensor, source: int) -> None:
         self._backend.recv([into], source, _TAG).wait()  # the stream waits, not the host
 
+    def abort(self) -> None:
+        """End what waits for other ranks; the group cannot be used any more."""
+        self._backend.abort()
+
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
@@ -107,10 +111,9 @@ def share_memory(
     return SymmetricMemory(buffer, tuple(handle.buffer_ptrs), (handle, group))
 
 
-def why_unreachable(device: torch.device, size: int) -> str | None:
-    """Why this GPU cannot read the memory of all `size` neighbouring GPUs; None: it can."""
-    first = device.index - device.index % size
-    for other in range(first, first + size):
+def why_unreachable(device: torch.device, gpus: range) -> str | None:
+    """Why this GPU cannot read the memory of all these GPUs; None: it can."""
+    for other in gpus:
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"GPU {device.index} cannot read the memory of GPU {other}"
     return None

@@ -87,6 +87,9 @@ class SymmetricMemoryGroup:
         self._nccl = nccl
         self._memory = memory  # keeps it mapped
         self._buffers = SharedBuffers.of(nccl.rank, memory.addresses, device)
+        self._aside = torch.cuda.Stream(device)
+        # Loads the kernels of `release`: a process may not load any while another kernel waits.
+        self._release(torch.zeros_like(memory.buffer))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._buffers.why_not(x) is not None:
@@ -98,6 +101,14 @@ class SymmetricMemoryGroup:
         if self._buffers.why_not(x) is not None:
             return norm.add(self._nccl.all_reduce(x), residual)
         return self._buffers.all_reduce_norm(x, residual, norm)
+
+    def release(self) -> None:
+        """End the kernels that wait for other ranks; their results are not sums."""
+        self._release(self._memory.buffer)
+
+    def _release(self, buffer: Tensor) -> None:
+        with torch.cuda.stream(self._aside):
+            self._buffers.release(buffer)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return self._nccl.all_gather(x, widths)
@@ -112,12 +123,15 @@ def _on_gpus(mesh: Mesh, ops: Ops) -> tuple[Mesh, list[Choice]]:
         return mesh, [Choice(_WHAT, "gloo", "as set: through host memory, outside of graphs")]
     device = torch.device("cuda", torch.cuda.current_device())
     groups = mesh.connect_gpus(device)
+    mesh.interrupts.extend(groups.interrupts)
     choices = []
     if mesh.pp.size > 1:
         choices.append(Choice("stage links", "nccl", "point to point, between graphs"))
     if mesh.tp.size == 1:
         return replace(mesh, pp=groups.pp), choices
     tp, choice = _sums(groups, ops, device)
+    if isinstance(tp, SymmetricMemoryGroup):
+        mesh.interrupts.insert(0, tp.release)
     ep = tp if mesh.ep is mesh.tp else mesh.ep
     return replace(mesh, tp=tp, ep=ep, pp=groups.pp), [*choices, choice]
 

@@ -105,7 +105,7 @@ class Runner:
             own = self._launch(self._apply(plan))
         except Exception as error:
             raise followers.lost(error) from error
-        return own if self._parts.pipeline.is_last else followers.result()
+        return followers.shared(own) if self._parts.pipeline.is_last else followers.result()
 
     def attach(self, drafter: Drafter) -> None:
         """Add a drafter, which runs in steps with a `draft_length`."""

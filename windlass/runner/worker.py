@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from windlass.core.types import StepPlan, StepResult
 from windlass.errors import EngineError
+
+if TYPE_CHECKING:
+    from windlass.runner.executor import PendingStep
 
 
 class RunPlan(msgspec.Struct, tag="run", array_like=True, frozen=True):
@@ -47,6 +50,8 @@ class OtherRanks(Protocol):
 
     def reply(self, rank: int) -> bytes: ...
 
+    def check(self) -> None: ...
+
     def lost(self, error: BaseException) -> EngineError: ...
 
 
@@ -69,6 +74,10 @@ class Followers:
         self._arriving.append(step)
         return step
 
+    def shared(self, own: PendingStep) -> SharedStep:
+        """A step of this rank, which the others compute, too."""
+        return SharedStep(own, self)
+
     def receive_until(self, step: ArrivingStep | None) -> None:
         """Receive results in the order of the plans; None: of all plans."""
         while self._arriving and (step is None or step.received is None):
@@ -78,6 +87,10 @@ class Followers:
     def lost(self, error: BaseException) -> EngineError:
         """The error to raise after a step failed here: the other ranks are in the middle of it."""
         return self._ranks.lost(error)
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+        self._ranks.check()
 
     def call(self, name: str, *arguments: str) -> list[bytes]:
         """Call a function of every other rank, and wait for it."""
@@ -104,6 +117,22 @@ class ArrivingStep:
         self._followers.receive_until(self)
         assert self.received is not None
         return self.received
+
+
+class SharedStep:
+    """A step of this rank and others. If one of them was lost meanwhile, the results are not valid."""
+
+    def __init__(self, own: PendingStep, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def wait(self) -> StepResult:
+        try:
+            result = self._own.wait()
+        except Exception as error:
+            raise self._followers.lost(error) from error
+        self._followers.check()
+        return result
 
 
 class Runs(Protocol):

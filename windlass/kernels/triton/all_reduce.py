@@ -159,6 +159,11 @@ class SharedBuffers:
         self._launch(x, out, scales, (residual, norm.weight, norm.eps), two_shot)
         return result, residual
 
+    def release(self, buffer: Tensor) -> None:
+        """Set all flags of this rank's buffer: kernels that wait for lost ranks end, without their values."""
+        flags = buffer[:_FLAG_BYTES].view(torch.int32)
+        flags.copy_((self.counters.max() + 2**30).expand_as(flags))
+
     def _launch(
         self,
         x: Tensor,
