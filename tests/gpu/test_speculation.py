@@ -15,6 +15,7 @@ from tests.speculative import test_heads, test_speculation, test_speculators
 from tests.speculative.test_speculation import verify_all
 from windlass import LLM, SamplingParams
 from windlass.speculative import ngram
+from windlass.text.request_builder import RequestBuilder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,3 +117,20 @@ def test_an_mtp_layer_leaves_the_tokens_unchanged(tmp_path: Path, engine: str) -
     for given in ({"temperature": 0.0}, {"seed": 3}):
         assert agreement(tokens(on, sampling(**given)), tokens(off, sampling(**given))) >= 0.6
     assert on.engine.stats().num_draft_tokens > 100
+
+
+@pytest.mark.usefixtures("fixed_tilings")
+@pytest.mark.parametrize(
+    "options", [{}, {"spec": "ngram"}, {"enforce_eager": True}], ids=["graphs", "ngram", "eager"]
+)
+def test_predictions_leave_the_tokens_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    params = sampling(temperature=0.0, deterministic=True)
+    want = tokens(make(folder), params)
+    llm = make(folder, **options)
+    predictions = [tuple(each) for each in want]  # ids beyond 255 are no text
+    monkeypatch.setattr(RequestBuilder, "encode_predictions", lambda *_: predictions)
+    before = llm.engine.stats().num_accepted_tokens
+    assert tokens(llm, params) == want
+    assert llm.engine.stats().num_accepted_tokens > before

@@ -91,6 +91,7 @@ PROPS = [
     "model_path",
     "modalities",
     "chat_template",
+    "chat_template_caps",
     "bos_token",
     "eos_token",
     "build_info",
@@ -208,6 +209,10 @@ def test_several_prompts_are_an_array(server: Server) -> None:
     assert [each["index"] for each in found] == [0, 1]
     one = ok(complete(server, prompt=tokens, n_predict=3, temperature=0))
     assert (one["content"], one["prompt"]) == (found[1]["content"], "Bye")
+    mixed = ok(complete(server, prompt=[tokens[0], "ye"], n_predict=3, temperature=0))
+    assert mixed["content"] == one["content"]
+    kinds = ok(complete(server, prompt=["Hello", tokens], n_predict=3, temperature=0))
+    assert [each["content"] for each in kinds] == [each["content"] for each in found]
     wrapped = ok(complete(server, prompt={"prompt_string": "Bye"}, n_predict=3, temperature=0))
     assert wrapped["content"] == one["content"]
     assert len(ok(complete(server, n_cmpl=3, n_predict=2))) == 3
@@ -294,7 +299,8 @@ def test_what_is_obeyed_in_part_is_named(server: Server) -> None:
         ({"post_sampling_probs": True}, "post_sampling_probs"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["aGk="]}}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": ["a", None]}, "prompt"),
+        ({"prompt": [5, [6]]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"logit_bias": [[None, 1]]}, "logit_bias"),

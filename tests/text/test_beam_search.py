@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 
-from tests.serve.conftest import Server
+from tests.serve.conftest import Server, running, wait_until
 from tests.serve.tiny_model import EOS, serving, write_tiny_model
 from windlass import LLM, BeamSearchParams, RequestError, SamplingParams
 from windlass.core.types import NewRequest
@@ -170,6 +172,25 @@ def test_the_server_gives_the_same_sequences(
 def test_a_chat_with_beams(server: Server) -> None:
     response = server.chat(use_beam_search=True, n=3, max_tokens=6)
     assert len(response.json()["choices"]) == 3
+
+
+def test_a_search_runs_beside_others_and_ends_with_its_client() -> None:
+    with running() as counting:
+        body = {"prompt": "SLOW", "use_beam_search": True, "n": 2, "max_tokens": 1000}
+
+        def search() -> None:
+            with pytest.raises(httpx.ReadTimeout):  # a step takes 10 ms
+                httpx.post(f"{counting.url}/v1/completions", json=body, timeout=1.0)
+
+        with ThreadPoolExecutor(1) as pool:
+            searching = pool.submit(search)
+            wait_until(lambda: counting.client.num_finished > 4)
+            assert counting.complete(max_tokens=3).status_code == 200
+            searching.result()
+        wait_until(lambda: counting.http.get("/load").json()["server_load"] == 0)
+        num_finished = counting.client.num_finished
+        assert counting.complete(max_tokens=20).status_code == 200
+        assert counting.client.num_finished == num_finished + 1
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ class Generation:
             model = self._model_of(prepared)
             return LlamaFormat(body, prepared, model=model, tokenizer=tokenizer)
 
-        request = body.request(card.default_sampling, lambda text: tokenizer.encode(text, False))
+        request = body.request(card.default_sampling, tokenizer.encode)
         return ApiCall(request, make_format, body.unknown_fields)
 
     def _model_of(self, prepared: Prepared) -> str:

@@ -15,7 +15,7 @@ from windlass.serve.protocol import Body, CompletionRequest, StopStrings
 from windlass.text.request_builder import Infill
 
 Json = dict[str, Any]
-Encode = Callable[[str], list[int]]
+Encode = Callable[[str, bool], list[int]]  # a text, and whether it begins with BOS
 
 # llama-server's sampling defaults, for fields that neither the request nor the model sets.
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -200,13 +200,13 @@ class LlamaCompletionRequest(LlamaRequest):
     prompt: Any
 
     def request(self, defaults: Mapping[str, Any], encode: Encode) -> CompletionRequest:
-        fields = {"prompt": _prompt(self.prompt), **self.common(defaults, encode)}
+        fields = {"prompt": _prompts(self.prompt, encode), **self.common(defaults, encode)}
         return LlamaCompletion.of(fields, self.num_bytes)
 
     @property
     def is_many(self) -> bool:
         """Whether the response is an array."""
-        has_prompts = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        has_prompts = isinstance(self.prompt, list) and not _has_ids(self.prompt)
         return has_prompts or (self.n_cmpl or 1) > 1
 
 
@@ -250,15 +250,33 @@ class LlamaTokenizeRequest(Body):
             )
 
 
-def _prompt(prompt: Any) -> Any:
-    """A prompt without its object around it; other kinds stay as they are."""
-    if isinstance(prompt, list):
-        return [_prompt(each) for each in prompt]
-    if not isinstance(prompt, dict):
+def _prompts(prompt: Any, encode: Encode) -> Any:
+    """One prompt or several, each a text or token ids; several of different kinds as token ids."""
+    if not isinstance(prompt, list) or _has_ids(prompt):
+        return _prompt(prompt, encode)
+    found = [_prompt(each, encode) for each in prompt]
+    if all(isinstance(each, str) for each in found):
+        return found
+    return [encode(each, True) if isinstance(each, str) else each for each in found]
+
+
+def _prompt(prompt: Any, encode: Encode) -> Any:
+    """One prompt without an object around it; a list of texts and token ids as token ids."""
+    if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
+            raise RequestError("multimodal_data is not supported.", "prompt")
+        return prompt.get("prompt_string")
+    if not isinstance(prompt, list) or not any(isinstance(each, str) for each in prompt):
         return prompt
-    if prompt.get("multimodal_data"):
-        raise RequestError("multimodal_data is not supported.", "prompt")
-    return prompt.get("prompt_string")
+    ids: list[Any] = []
+    for i, part in enumerate(prompt):
+        ids += encode(part, i == 0) if isinstance(part, str) else [part]
+    return ids
+
+
+def _has_ids(prompt: list[Any]) -> bool:
+    """Whether a list is one prompt with token ids, not several prompts."""
+    return any(isinstance(each, int) for each in prompt)
 
 
 def _biases(given: list[Any] | Json, encode: Encode) -> dict[int, float]:
@@ -286,6 +304,6 @@ def _biases(given: list[Any] | Json, encode: Encode) -> dict[int, float]:
                 "logit_bias",
             )
         is_text = isinstance(token, str) and not token.isdecimal()
-        ids = encode(str(token)[: limits.MAX_BAD_WORD_CHARS]) if is_text else [int(token)]
+        ids = encode(str(token)[: limits.MAX_BAD_WORD_CHARS], False) if is_text else [int(token)]
         found |= dict.fromkeys(ids, -100.0 if bias is False else float(bias))
     return found

@@ -34,6 +34,7 @@ class LlamaRoutes:
                 "model_path": card.path,
                 "modalities": {"vision": False, "video": False, "audio": False},
                 "chat_template": card.chat_template or "",
+                "chat_template_caps": {},
                 "bos_token": special.get("bos_token", ""),
                 "eos_token": special.get("eos_token", ""),
                 "build_info": FINGERPRINT,
