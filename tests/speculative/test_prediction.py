@@ -146,6 +146,16 @@ def test_the_output_is_found_again_after_an_insertion_and_after_a_deletion() -> 
     assert not prediction.is_followed
 
 
+def test_a_long_prediction_is_read_as_far_as_the_output_may_reach_soon() -> None:
+    prediction = Prediction(range(10_000))
+    prediction.advance([-1, 5000, 5001])
+    assert prediction.draft() == ()
+    prediction.advance([1900, 1901])
+    assert prediction.draft()[:2] == (1902, 1903)
+    prediction.advance([3800, 3801])
+    assert prediction.draft()[:2] == (3802, 3803)
+
+
 def test_rejected_drafts_demand_longer_matches() -> None:
     prediction = Prediction([1, 2, 3, 4, 5, 6, 7])
     prediction.verified(4, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 from windlass.core.request import Request
 from windlass.core.step import Step
@@ -20,6 +21,7 @@ _FIRST_LENGTH = 4  # draft tokens after the output met the prediction again
 _MAX_LENGTH = 32  # the length doubles while all draft tokens are accepted
 _MIN_MATCH, _MAX_MATCH = 2, 8  # equal tokens after which the output counts as following again
 _MAX_CANDIDATES = 64  # places in the prediction to compare
+_WINDOW = 2048  # tokens ahead in which the output is looked for
 
 
 class Prediction:
@@ -27,25 +29,25 @@ class Prediction:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
-        self._next: int | None = 0  # None: the output does not follow the prediction
+        self._next = 0  # the end: the output does not follow the prediction
         self._reached = 0  # where it last followed
         self._length = _FIRST_LENGTH
         self._num_misses = 0  # drafts in a row of which no token was accepted
-        self._tail: list[int] = []  # the last tokens of the output
+        self._tail: tuple[int, ...] = ()  # the last tokens of the output
         self._places: dict[tuple[int, ...], list[int]] = {}  # by n-gram: positions after it
+        self._num_indexed = _MIN_MATCH
         self.num_drafted = 0  # draft tokens that the next row may verify
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Follow the output by its new tokens."""
         for token in tokens:
-            at = self._next
-            follows = at is not None and at < len(self._tokens) and self._tokens[at] == token
-            self._next = at + 1 if follows and at is not None else None
-            self._reached = self._next or self._reached
-        self._tail = [*self._tail, *tokens][-_MAX_MATCH:]
-        if self._next is None:
-            self._next = self._find()
-            self._reached = self._next or self._reached
+            if self.is_followed and self._tokens[self._next] == token:
+                self._next = self._reached = self._next + 1
+            else:
+                self._next = len(self._tokens)
+        self._tail = (*self._tail, *tokens)[-_MAX_MATCH:]
+        if not self.is_followed:
+            self._find()
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Adapt to the result of the last draft."""
@@ -57,34 +59,35 @@ class Prediction:
 
     def draft(self) -> tuple[int, ...]:
         """The tokens that follow in the prediction."""
-        at = len(self._tokens) if self._next is None else self._next
-        drafted = self._tokens[at : at + self._length]
+        drafted = self._tokens[self._next : self._next + self._length]
         self.num_drafted = len(drafted)
         return drafted
 
     @property
     def is_followed(self) -> bool:
-        return self._next is not None and self._next < len(self._tokens)
+        return self._next < len(self._tokens)
 
-    def _find(self) -> int | None:
-        """Where the output meets the prediction again: the next place with the same last tokens.
+    def _find(self) -> None:
+        """Follow from where the output meets the prediction again: the next place with its last tokens.
 
         After drafts that were rejected whole, more tokens have to be the same.
         """
-        if not self._places:
-            for at in range(_MIN_MATCH, len(self._tokens)):
-                gram = self._tokens[at - _MIN_MATCH : at]
-                self._places.setdefault(gram, []).append(at)
-        places = self._places.get(tuple(self._tail[-_MIN_MATCH:]), [])
+        self._index()
+        places = self._places.get(self._tail[-_MIN_MATCH:], [])
         first = bisect_left(places, self._reached)
         num_equal = min(_MIN_MATCH + self._num_misses, _MAX_MATCH)
-        for at in [*places[first:], *places[:first]][:_MAX_CANDIDATES]:
-            if (
-                at >= num_equal
-                and list(self._tokens[at - num_equal : at]) == self._tail[-num_equal:]
-            ):
-                return at
-        return None
+        for i in islice(chain(range(first, len(places)), range(first)), _MAX_CANDIDATES):
+            at = places[i]
+            if self._tokens[max(0, at - num_equal) : at] == self._tail[-num_equal:]:
+                self._next = self._reached = at
+                return
+
+    def _index(self) -> None:
+        """Enter the tokens that the output may reach soon: the engine waits for this."""
+        end = min(len(self._tokens), self._reached + _WINDOW)
+        for at in range(self._num_indexed, end):
+            self._places.setdefault(self._tokens[at - _MIN_MATCH : at], []).append(at)
+        self._num_indexed = max(self._num_indexed, end)
 
 
 class Predictions:
