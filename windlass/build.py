@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.config import EngineConfig, Limits, ServeConfig, flag
+from windlass.config import AUTO, EngineConfig, Limits, ServeConfig, flag
 from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
@@ -599,6 +599,7 @@ def serve(
     """Run the server until it ends, or with --node-rank only ranks. Returns the exit code."""
     if config.parallel.node_rank > 0:
         return _serve_node(config)
+    from windlass.serve.launch import num_http_workers
     from windlass.serve.launch import serve as run_server
 
     if serve_config.lora_root and not config.lora.enable_lora:
@@ -610,6 +611,8 @@ def serve(
             "Choose another name, or rename the base model with --served-model-name."
         )
     client = make_client(config, serve_config.hang_timeout)
+    if serve_config.http_workers == AUTO:
+        serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
 
     def open_card() -> ModelCard:
         opened = _open(files, config)

@@ -39,6 +39,7 @@ ProfileName = Literal["chat", "batch", "hybrid"]
 
 AUTO = -1  # for integers: the engine chooses the value and reports the reason
 MAX_THREADS = 1024
+MAX_HTTP_WORKERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +320,11 @@ class ServeConfig:
     max_header_fields: int = option(
         100, "Maximum number of headers of a request; beyond that: 431."
     )
+    http_workers: int = option(
+        AUTO,
+        "Processes that receive requests, tokenize and send responses; -1: one on a CPU, and on a GPU "
+        "one per four cores, at most four.",
+    )
     max_connections: int = option(
         AUTO, "Maximum number of open connections; more get 503; -1: from ulimit -n."
     )
@@ -409,6 +415,12 @@ class ServeConfig:
     def _check_transport(self) -> None:
         at_least(self, 1, "max_url_bytes", "max_header_bytes", "max_header_fields")
         at_least(self, 1, "max_stream_buffer_bytes", "min_transfer_rate")
+        if self.http_workers != AUTO:
+            at_least(self, 1, "http_workers")
+        if self.http_workers > MAX_HTTP_WORKERS:
+            raise ConfigError(
+                f"--http-workers must be at most {MAX_HTTP_WORKERS}, got {self.http_workers}."
+            )
         if self.max_connections != AUTO:
             at_least(self, 1, "max_connections")
         for name in ("header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"):

@@ -18,8 +18,9 @@ from tests.serve.fakes import CARD, Options, counting
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.client import EngineClient
+from windlass.serve.event_loop import run_loop
 from windlass.serve.health import RestartPolicy
-from windlass.serve.launch import ServerParts, run_loop, serve_until
+from windlass.serve.launch import ServerParts, serve_until
 from windlass.serve.listener import bind
 from windlass.serve.loop import Build
 

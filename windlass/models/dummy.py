@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -116,5 +116,11 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if 0 <= token < 256 else f"<{token}>".encode()
 
-    def byte_pieces(self, skip_special: bool) -> None:  # noqa: ARG002
-        return None
+    def byte_pieces(self, skip_special: bool) -> Mapping[int, bytes]:
+        return self._pieces[skip_special]
+
+    @cached_property
+    def _pieces(self) -> dict[bool, dict[int, bytes]]:
+        """The bytes of each token, by whether special tokens are skipped."""
+        all_pieces = {token: self.token_bytes(token) for token in range(self._vocab_size)}
+        return {False: all_pieces, True: all_pieces | dict.fromkeys(self._eos_ids, b"")}

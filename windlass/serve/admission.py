@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
@@ -65,6 +66,26 @@ class Rates:
         return min(max(estimates, default=_MIN_WAIT_S), _MAX_WAIT_S)
 
 
+class Admission(Protocol):
+    """Decides whether requests may join the queue."""
+
+    def check_possible(self, num_requests: int) -> None:
+        """Raise RequestError if `num_requests` at once exceed the limits even of an idle server."""
+
+    def check(self, num_requests: int, num_tokens: int) -> None:
+        """Raise Overloaded if the queue has no room for these requests and their prompt tokens."""
+
+
+def check_possible(num_requests: int, max_num_seqs: int, max_queued: int) -> None:
+    """Raise RequestError if `num_requests` at once exceed the limits even of an idle server."""
+    if num_requests > max_num_seqs + max_queued:
+        raise RequestError(
+            f"the request has {num_requests:,} completions; this server runs {max_num_seqs} at once "
+            f"and queues {max_queued}. Send fewer prompts, or a smaller n.",
+            "n",
+        )
+
+
 class AdmissionControl:
     """Refuses requests when the queue is full. `on_reject` gets the reason, for the metrics."""
 
@@ -98,13 +119,7 @@ class AdmissionControl:
 
         Called before a body is expanded: 2,000 prompts with n=128 make 256,000 requests.
         """
-        slots = self._client.max_num_seqs
-        if num_requests > slots + self._max_reqs:
-            raise RequestError(
-                f"the request has {num_requests:,} completions; this server runs {slots} at once "
-                f"and queues {self._max_reqs}. Send fewer prompts, or a smaller n.",
-                "n",
-            )
+        check_possible(num_requests, self._client.max_num_seqs, self._max_reqs)
 
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Raise Overloaded if the queue has no room for these requests and their prompt tokens."""

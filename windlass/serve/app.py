@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -14,12 +14,11 @@ from windlass.serve.hosts import make_host_guard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.response import ClientDisconnected
-from windlass.serve.routes import make_router
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices
 
 
-def create_app(services: Services) -> FastAPI:
-    """Create the application. The engine need not be running yet."""
+def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
+    """Create the application with the endpoints of `router`. The engine need not be running yet."""
     config = services.config
     app = FastAPI(
         title="Windlass",
@@ -28,7 +27,7 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
     )
     app.root_path = config.root_path  # as an argument it is deprecated
-    app.include_router(make_router(services))
+    app.include_router(router)
     app.add_exception_handler(EngineError, _engine_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _disconnected)

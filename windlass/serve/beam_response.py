@@ -15,7 +15,7 @@ from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import GenerationRequest
 from windlass.serve.response import ResponseFormat, cancel_on_disconnect
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices
 from windlass.text.beam_search import BeamSearch, BeamSearchParams, output_of
 from windlass.text.completion import Completion
 from windlass.text.request_builder import RequestBuilder
@@ -26,7 +26,7 @@ class BeamResponse:
 
     def __init__(
         self,
-        services: Services,
+        services: GenerationServices,
         prepared: Prepared,
         *,
         body: GenerationRequest,

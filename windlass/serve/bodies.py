@@ -18,7 +18,7 @@ from windlass.config import ServeConfig
 from windlass.errors import RequestError
 from windlass.serve.body_limits import INLINE_BYTES
 from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices
 
 _log = logging.getLogger("windlass.serve")
 
@@ -29,7 +29,7 @@ _MAX_HEADER_CHARS = 1_000
 _MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 
 
-async def read_as(request: Request, read: Callable[[bytes], T], services: Services) -> T:
+async def read_as(request: Request, read: Callable[[bytes], T], services: GenerationServices) -> T:
     """Read the request's body and decode it with `read`."""
     raw = await read_body(request, services.config.max_body_bytes)
     value = await decode_as(raw, read, services)
@@ -86,7 +86,7 @@ def request_id_header(request: Request, response_id: str, config: ServeConfig) -
     return {"X-Request-Id": response_id}
 
 
-async def decode_as(raw: bytes, read: Callable[[bytes], T], services: Services) -> T:
+async def decode_as(raw: bytes, read: Callable[[bytes], T], services: GenerationServices) -> T:
     """Decode a body with `read`, in a thread if it is large."""
     if len(raw) <= INLINE_BYTES:
         return read(raw)
@@ -134,7 +134,7 @@ def reply(value: object, status: int = 200) -> Response:
 
 
 async def reply_off_loop(
-    services: Services,
+    services: GenerationServices,
     num_items: int,
     make: Callable[P, object],
     *args: P.args,

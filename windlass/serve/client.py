@@ -34,7 +34,7 @@ from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
 from windlass.serve.health import Backlog, Health, RestartPolicy
-from windlass.serve.inbox import Inbox
+from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import refusal_error
 from windlass.serve.quarantine import Quarantine, fingerprint
@@ -240,18 +240,7 @@ class EngineClient:
 
     async def next(self, inbox: Inbox) -> Output | None:
         """Wait for the next output; None: all requests have ended. Raises an error of any of them."""
-        while inbox.open_ids:
-            item = await inbox.get()
-            if isinstance(item, EngineError):
-                raise item
-            if item.request_id not in inbox.open_ids:
-                continue
-            if item.finish is not None:
-                self._forget(item.request_id, completed=item.finish in ("stop", "length"))
-                if item.finish in ("error", "abort"):
-                    raise item.exception()
-            return item
-        return None
+        return await next_output(inbox, self.ended)
 
     def drop(self, inbox: Inbox) -> None:
         """Abort the requests of the inbox that have not ended."""
@@ -266,6 +255,25 @@ class EngineClient:
         Untracked requests (the server's own probes) are never blocked. `replica` None: the router
         chooses one.
         """
+        inbox = Inbox(request.request_id for request in requests)
+        self._submit(requests, inbox, tracked=tracked, replica=replica)
+        return inbox
+
+    def relay(self, requests: Sequence[NewRequest], inbox: Inbox) -> None:
+        """Send requests whose outputs another process reads: `inbox` forwards them.
+
+        The caller calls `ended` for each request that has finished, and `drop` after an error.
+        """
+        self._submit(requests, inbox, tracked=True, replica=None)
+
+    def _submit(
+        self,
+        requests: Sequence[NewRequest],
+        inbox: Inbox,
+        *,
+        tracked: bool,
+        replica: Replica | None,
+    ) -> None:
         if replica is not None:
             replica.supervisor.check_running()
         elif not self._up:
@@ -280,12 +288,10 @@ class EngineClient:
             messages.Add(request, fingerprint(request) if tracked else b"") for request in requests
         ]
         self._quarantine.check(add.fingerprint for add in adds)
-        inbox = Inbox(request.request_id for request in requests)
         for add in adds:
             flight = _Flight(add, inbox, is_pinned=replica is not None)
             self._flights[add.request.request_id] = flight
         self._send([add for add in adds if self._quarantine.enter(add)], replica)
-        return inbox
 
     def _send(self, adds: Sequence[messages.Add], to: Replica | None = None) -> None:
         """Send requests to the replicas that the router chooses; without any, they fail."""
@@ -316,7 +322,7 @@ class EngineClient:
             return
         if flight.replica is not None and not flight.has_finished:
             flight.replica.abort(request_id)
-        self._forget(request_id, completed)
+        self.ended(request_id, completed)
         flight.inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
     def abort_all(self, error: EngineError) -> None:
@@ -324,7 +330,8 @@ class EngineClient:
         for inbox in _inboxes(self._flights.values()):
             inbox.put(error)
 
-    def _forget(self, request_id: str, completed: bool) -> None:
+    def ended(self, request_id: str, completed: bool) -> None:
+        """Forget a request whose last output was read."""
         flight = self._flights.pop(request_id)
         flight.inbox.open_ids.discard(request_id)
         self.num_finished += 1
@@ -475,6 +482,10 @@ class EngineClient:
             unload.add_done_callback(self._unloads.discard)
 
     # ---- state -------------------------------------------------------------------------------
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        return self.adapters.folders.keys()
 
     @property
     def report(self) -> EngineReport:

@@ -51,14 +51,21 @@ class Desk:
 
     def open_ticket(self, path: str) -> Ticket:
         self._metrics.received()
-        self.num_in_flight += 1
-        self._idle.clear()
+        self.hold()
         return Ticket(self, path)
 
     def close_ticket(self, path: str, outcome: Outcome, seconds: float) -> None:
         self._metrics.ended(outcome)
         if self._log_requests:
             _log.info("%s: %s after %.3f s", path, outcome, seconds)
+        self.release()
+
+    def hold(self) -> None:
+        """Count a request of an HTTP worker, which has the ticket, until `release`."""
+        self.num_in_flight += 1
+        self._idle.clear()
+
+    def release(self) -> None:
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self._idle.set()

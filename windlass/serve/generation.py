@@ -38,7 +38,7 @@ from windlass.serve.response import CompletionResponse, ResponseFormat, ended_on
 from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices
 
 GenerationBody = ChatRequest | CompletionRequest
 MakeFormat = Callable[[GenerationBody, Prepared], ResponseFormat]
@@ -56,7 +56,7 @@ class ApiCall:
 class Generation:
     """The endpoints of the APIs of OpenAI, Anthropic and Ollama that generate text."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: GenerationServices) -> None:
         self._services = services
         self._stored = ResponseStore()
 
@@ -209,7 +209,7 @@ class Generation:
             headers |= relaxed_header(request, prepared.relaxed)
             services.admission.check(body.num_completions, prepared.num_prompt_tokens)
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
-            if body.include_cost and services.costs is None:
+            if body.include_cost and services.price is None:
                 raise RequestError(
                     "include_cost needs a server started with --price-per-hour.",
                     "include_cost",

@@ -35,34 +35,23 @@ class EngineReplica(Protocol):
     def health(self) -> Health: ...
 
 
-class EngineHandle(Protocol):
-    """One engine, or several replicas of it, as the HTTP process uses them.
-
-    All methods belong to one event loop.
-    """
-
-    adapters: AdapterRegistry
-    num_finished: int
-    failed: asyncio.Event  # set when no replica is restarted any more
-    # Called with a replica's index, and the current and the previous stats of its engine process.
-    on_stats: Callable[[int, EngineStats, EngineStats], None] | None
-    # Called with the traces of ended requests.
-    on_traces: Callable[[list[RequestTrace]], None] | None
-    # Called with the ids of requests whose traces were lost with their engine.
-    on_traces_lost: Callable[[Collection[str]], None] | None
+class GenerationClient(Protocol):
+    """What the endpoints that generate text need of an engine. One event loop calls all methods."""
 
     @property
-    def replicas(self) -> Sequence[EngineReplica]: ...
-
-    async def start(self) -> EngineReport:
-        """Start the engine and wait until it is ready; raises the build's error."""
+    def adapter_names(self) -> Collection[str]:
+        """The adapters that requests may use now."""
         ...
 
-    async def close(self) -> None:
-        """Stop the engine; requests still in flight end with an error."""
+    @property
+    def report(self) -> EngineReport:
+        """The limits that hold for all replicas."""
+        ...
 
-    def kill(self) -> None:
-        """Kill the processes of the engine."""
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that all replicas together run at once."""
+        ...
 
     def generate(self, *requests: NewRequest, tracked: bool = True) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all `requests`; closing the generator aborts the unfinished ones.
@@ -90,6 +79,42 @@ class EngineHandle(Protocol):
 
         `completed`: the caller has all the output it needs, so the request counts as successful.
         """
+
+
+class EngineHandle(GenerationClient, Protocol):
+    """One engine, or several replicas of it, as the server uses them."""
+
+    adapters: AdapterRegistry
+    num_finished: int
+    failed: asyncio.Event  # set when no replica is restarted any more
+    # Called with a replica's index, and the current and the previous stats of its engine process.
+    on_stats: Callable[[int, EngineStats, EngineStats], None] | None
+    # Called with the traces of ended requests.
+    on_traces: Callable[[list[RequestTrace]], None] | None
+    # Called with the ids of requests whose traces were lost with their engine.
+    on_traces_lost: Callable[[Collection[str]], None] | None
+
+    @property
+    def replicas(self) -> Sequence[EngineReplica]: ...
+
+    async def start(self) -> EngineReport:
+        """Start the engine and wait until it is ready; raises the build's error."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine; requests still in flight end with an error."""
+
+    def kill(self) -> None:
+        """Kill the processes of the engine."""
+
+    def relay(self, requests: Sequence[NewRequest], inbox: Inbox) -> None:
+        """Send requests whose outputs another process reads: `inbox` forwards them.
+
+        The caller calls `ended` for each request that has finished, and `drop` after an error.
+        """
+
+    def ended(self, request_id: str, completed: bool) -> None:
+        """Forget a request of `relay` whose last output was forwarded."""
 
     def abort_all(self, error: EngineError) -> None:
         """End every request in flight with `error`."""
@@ -123,16 +148,6 @@ class EngineHandle(Protocol):
 
         Returns the number of running requests that still use it.
         """
-        ...
-
-    @property
-    def report(self) -> EngineReport:
-        """The limits that hold for all replicas."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Requests that all replicas together run at once."""
         ...
 
     @property

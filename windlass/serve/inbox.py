@@ -46,3 +46,23 @@ class Inbox:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         return self._items.popleft()
+
+
+async def next_output(inbox: Inbox, ended: Callable[[str, bool], None]) -> Output | None:
+    """Wait for the next output; None: all requests have ended. Raises an error of any of them.
+
+    `ended` is called with the id of a request that has ended, and whether it completed; it removes
+    the id from the inbox.
+    """
+    while inbox.open_ids:
+        item = await inbox.get()
+        if isinstance(item, EngineError):
+            raise item
+        if item.request_id not in inbox.open_ids:
+            continue
+        if item.finish is not None:
+            ended(item.request_id, item.finish in ("stop", "length"))
+            if item.finish in ("error", "abort"):
+                raise item.exception()
+        return item
+    return None

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from windlass.config import ServeConfig
+from windlass.config import Device, ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.descriptors import raise_descriptor_limit
+from windlass.serve.event_loop import run_loop
 from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
 
@@ -30,6 +29,10 @@ _log = logging.getLogger("windlass.serve")
 
 # After --shutdown-timeout: time for the last responses and for the engine process to end.
 _EXIT_GRACE_S = 15.0
+
+_NVIDIA = Path("/dev/nvidiactl")  # exists where the driver is loaded
+_CORES_PER_WORKER = 4
+_MAX_DEFAULT_WORKERS = 4
 
 OpenCard = Callable[[], ModelCard]
 
@@ -66,6 +69,16 @@ def serve(client: EngineHandle, open_card: OpenCard, config: ServeConfig, on_rea
             Path(config.uds).unlink(missing_ok=True)
 
 
+def num_http_workers(device: Device) -> int:
+    """The default of --http-workers. On a CPU, more processes would take the engine's cores.
+
+    Decided before the engine's process knows its device: importing torch here would take seconds.
+    """
+    if device == "cpu" or (device == "auto" and not _NVIDIA.exists()):
+        return 1
+    return min(_MAX_DEFAULT_WORKERS, max(1, (os.cpu_count() or 1) // _CORES_PER_WORKER))
+
+
 class ExitDeadline:
     """Calls `force_exit` at the second signal, or `seconds` after the first.
 
@@ -87,15 +100,6 @@ class ExitDeadline:
         with contextlib.suppress(queue.Empty):
             self._signals.get(timeout=self._seconds)
         self._force_exit()
-
-
-def run_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run `main` in uvloop's event loop if it is installed, else in asyncio's."""
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.run(main)
-    import uvloop
-
-    return uvloop.run(main)
 
 
 async def _serve_until_signal(parts: ServerParts) -> int:

@@ -6,14 +6,23 @@ engine_metrics.py has those of an engine; client-side latencies are measured her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+)
 
 from windlass.core.types import EngineStats, Timeline
+from windlass.serve.connections import Connections
 from windlass.serve.engine_metrics import COUNTS, PREFIX, EngineFamilies, EngineMetrics
 from windlass.serve.fast_histogram import FastHistogram
+from windlass.serve.metric_samples import MergedRegistry, MetricSample
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
 
@@ -35,11 +44,23 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as in
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
 
+class WorkerMetrics(Protocol):
+    """The metrics of the HTTP workers."""
+
+    async def refresh(self) -> None:
+        """Ask the workers for their current metrics."""
+
+    def samples(self) -> Sequence[MetricSample]:
+        """The samples of all workers, also of those that have ended."""
+        ...
+
+
 class Metrics:
     """Owns a separate registry, so that two servers in one process do not share metrics."""
 
     def __init__(self, model_name: str, num_replicas: int = 1) -> None:
         self.registry = CollectorRegistry()
+        self.workers: WorkerMetrics | None = None  # None: this process has all metrics
         self._model_name = model_name
         families = EngineFamilies(self.registry, model_name, num_replicas)
         self._engines = [EngineMetrics(families, replica) for replica in range(num_replicas)]
@@ -134,16 +155,37 @@ class Metrics:
             engine.up.set(is_up)
         for level, state in enumerate(_SLEEP_STATES):
             self._sleep.labels(self._model_name, state).set(level == sleep_level)
-        return generate_latest(self.registry)
+        return generate_latest(self._all())
+
+    def _all(self) -> CollectorRegistry:
+        """The metrics of all processes."""
+        if self.workers is None:
+            return self.registry
+        return MergedRegistry(self.registry, self.workers.samples())
+
+    async def refresh_workers(self) -> None:
+        """Get the current metrics of the HTTP workers, if there are any."""
+        if self.workers is not None:
+            await self.workers.refresh()
+
+    def samples(self) -> list[MetricSample]:
+        """All samples that are not zero, to be added to those of another process."""
+        return [
+            MetricSample(sample.name, sample.labels, sample.value)
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.value and not sample.name.endswith("_created")
+        ]
 
     def latencies(self) -> dict[str, dict[str, list[float | None]]]:
         """Cumulative counts of the latency histograms by upper bound; the last bound is None."""
-        histograms = {
-            "ttft": self._ttft,
-            "tpot": self._tpot,
-            "queue": self._queue,
+        names = {
+            "ttft": "time_to_first_token_seconds",
+            "tpot": "request_time_per_output_token_seconds",
+            "queue": "request_queue_time_seconds",
         }
-        return {name: _buckets(histogram) for name, histogram in histograms.items()}
+        metrics = {metric.name: metric for metric in self._all().collect()}
+        return {key: _buckets(metrics[PREFIX + name]) for key, name in names.items()}
 
     def observe_stats(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the difference of two stats of a replica's engine; a new engine counts from zero."""
@@ -151,12 +193,10 @@ class Metrics:
 
     # ---- connections -------------------------------------------------------------------------
 
-    def watch_connections(
-        self, num_open: Callable[[], float], num_body_bytes: Callable[[], float]
-    ) -> None:
-        """Read these values whenever the metrics are rendered."""
-        self._connections.set_function(num_open)
-        self._body_bytes.set_function(num_body_bytes)
+    def watch_connections(self, connections: Connections) -> None:
+        """Read the numbers of connections and body bytes whenever the metrics are rendered."""
+        self._connections.set_function(lambda: connections.num_open)
+        self._body_bytes.set_function(lambda: connections.num_body_bytes)
 
     def connection_cut(self, reason: str) -> None:
         self._cuts.labels(self._model_name, reason).inc()
@@ -201,8 +241,7 @@ class Metrics:
             self._tpot.observe(decode_s / (num_tokens - 1))
 
 
-def _buckets(histogram: Histogram) -> dict[str, list[float | None]]:
-    [metric] = histogram.collect()
+def _buckets(metric: Metric) -> dict[str, list[float | None]]:
     buckets = [each for each in metric.samples if each.name.endswith("_bucket")]
     bounds = [float(each.labels["le"]) for each in buckets]
     return {

@@ -41,7 +41,6 @@ class Recorder:
         try:
             # User texts: only the server's own account may read them.
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            self._num_bytes = os.fstat(self._file).st_size
         except OSError as error:
             raise ConfigError(
                 f"--record-traffic {path}: cannot be written: {error.strerror or error}."
@@ -61,7 +60,7 @@ class Recorder:
     def _write(self, text: bytes) -> None:
         if not self._open:
             return
-        if self._num_bytes + len(text) > self._max_bytes:
+        if os.fstat(self._file).st_size + len(text) > self._max_bytes:  # others append to it, too
             self._stop(f"has reached --record-max-bytes ({self._max_bytes})")
             return
         try:
@@ -69,7 +68,6 @@ class Recorder:
         except OSError as error:
             self._stop(f"cannot be written: {error.strerror or error}")
             return
-        self._num_bytes += written
         if written < len(text):
             self._stop("has an incomplete last line: the disk is full")
 

@@ -24,7 +24,7 @@ from windlass.serve.prepare import Prepared
 from windlass.serve.problems import Problem, problem_of
 from windlass.serve.protocol import GenerationRequest
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices
 from windlass.serve.trace_store import Entry
 from windlass.serve.transport import CONNECTION, LimitedProtocol
 from windlass.text.completion import Completion, Delta
@@ -123,7 +123,7 @@ class CompletionResponse:
 
     def __init__(
         self,
-        services: Services,
+        services: GenerationServices,
         prepared: Prepared,
         *,
         body: GenerationRequest,
@@ -137,7 +137,7 @@ class CompletionResponse:
         self._owner = owner
         self._entry: Entry | None = None
         self._inbox: Inbox | None = None
-        self._price = services.costs.price if services.costs and body.include_cost else None
+        self._price = services.price if body.include_cost else None
         self._recorder = services.recorder
         self._workers = services.workers
         self._prepared = prepared

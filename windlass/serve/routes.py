@@ -33,7 +33,7 @@ from windlass.serve.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from windlass.serve.services import Services
+from windlass.serve.services import GenerationServices, Services
 from windlass.serve.trace_routes import TraceRoutes
 from windlass.version import __version__
 
@@ -194,6 +194,7 @@ class Operations:
         return reply({"version": __version__})
 
     async def metrics(self) -> Response:
+        await self._services.metrics.refresh_workers()
         up = [replica.health().ok for replica in self._services.client.replicas]
         body = self._services.metrics.render(up, self._services.sleeper.level)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
@@ -251,6 +252,25 @@ def batch_endpoints(generation: Generation, pooling: Pooling) -> dict[str, Endpo
     }
 
 
+def _streams(generation: Generation) -> dict[str, Endpoint]:
+    """The endpoints that generate text and keep nothing: HTTP workers run them."""
+    return {
+        "/v1/chat/completions": generation.chat,
+        "/v1/completions": generation.completion,
+        "/v1/messages": generation.messages,
+        "/api/chat": generation.ollama_chat,
+        "/api/generate": generation.ollama_generate,
+    }
+
+
+def make_worker_router(services: GenerationServices) -> tuple[APIRouter, frozenset[str]]:
+    """Create the router of an HTTP worker; returns its paths, too."""
+    router, posts = APIRouter(), _streams(Generation(services))
+    for path, endpoint in posts.items():
+        router.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    return router, frozenset(posts)
+
+
 def make_router(services: Services) -> APIRouter:
     """Create the router with all endpoints of one server."""
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
@@ -261,13 +281,9 @@ def make_router(services: Services) -> APIRouter:
         services.batches.endpoints = batch_endpoints(generation, pooling)
     router = APIRouter()
     posts: dict[str, Endpoint] = {
-        "/v1/chat/completions": generation.chat,
-        "/v1/completions": generation.completion,
+        **_streams(generation),
         "/v1/responses": generation.response,
-        "/api/chat": generation.ollama_chat,
-        "/api/generate": generation.ollama_generate,
         "/api/show": ollama.show,
-        "/v1/messages": generation.messages,
         "/v1/messages/count_tokens": generation.count_tokens,
         "/v1/embeddings": pooling.embeddings,
         "/v1/score": pooling.score,

@@ -5,66 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
-import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
-
-import uvicorn
+from typing import Any
 
 from windlass.config import ServeConfig
-from windlass.core.card import EngineReport, ModelCard
+from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.errors import WorkerDied
 from windlass.serve.app import create_app
-from windlass.serve.connections import ConnectionLimits, Connections
 from windlass.serve.descriptors import connection_cap
 from windlass.serve.handle import EngineHandle
+from windlass.serve.http.pool import HttpWorkers
+from windlass.serve.http_server import LAST_RESPONSES_S, HttpServer
 from windlass.serve.listener import OnReady, url_of
 from windlass.serve.response import with_direct_send
+from windlass.serve.routes import make_router
 from windlass.serve.services import make_services
 from windlass.serve.throughput_log import ThroughputLog
-from windlass.serve.tls import TlsListener, tls_context
-from windlass.serve.transport import LimitedProtocol
+from windlass.serve.tls import tls_context
 
 _log = logging.getLogger("windlass.serve")
-
-_LAST_RESPONSES_S = 2  # after the drain: for the error responses of the remaining requests
-
-
-class _UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers, and with a TLS listener that enforces our limits."""
-
-    def __init__(
-        self, config: uvicorn.Config, connections: Connections, tls: ssl.SSLContext | None
-    ) -> None:
-        super().__init__(config)
-        self._connections = connections
-        self._tls = tls
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tls is None:
-            await super().startup(sockets)
-            return
-        assert sockets is not None
-        await self.lifespan.startup()
-        make_protocol = partial(
-            cast(Callable[..., LimitedProtocol], self.config.http_protocol_class),
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        self.servers: list[Any] = [
-            TlsListener(each, self._tls, make_protocol=make_protocol, connections=self._connections)
-            for each in sockets
-        ]
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Server:
@@ -83,30 +44,22 @@ class Server:
         self._listener = listener
         self._services = make_services(client, card, config)
         self._max_connections = connection_cap(config.max_connections)
-        self._connections = self._make_connections()
-        tls = tls_context(config)
-        self._server = _UvicornServer(self._uvicorn_config(), self._connections, tls)
-
-    def _make_connections(self) -> Connections:
-        metrics = self._services.metrics
-        limits = ConnectionLimits.of(self._config, int(self._max_connections.value))
-        connections = Connections(limits, metrics.connection_cut)
-        metrics.watch_connections(lambda: connections.num_open, lambda: connections.num_body_bytes)
-        return connections
-
-    def _uvicorn_config(self) -> uvicorn.Config:
-        protocol = partial(LimitedProtocol, connections=self._connections)
-        return uvicorn.Config(
-            with_direct_send(create_app(self._services)),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            http=cast(type[asyncio.Protocol], protocol),
-            timeout_keep_alive=math.ceil(self._config.keep_alive_timeout),
-            timeout_graceful_shutdown=_LAST_RESPONSES_S,
+        max_connections = int(self._max_connections.value)
+        tls = tls_context(config)  # also where workers use it: a bad file is found now
+        app = with_direct_send(create_app(self._services, make_router(self._services)))
+        self._workers: HttpWorkers | None = None  # None: this process does their work
+        if config.http_workers > 1:
+            self._workers = HttpWorkers(self._services, max_connections // config.http_workers)
+            app = self._workers.announcing(app)
+        self._server = HttpServer(
+            app,
+            config,
+            metrics=self._services.metrics,
+            max_connections=max_connections,
+            tls=None if self._workers else tls,
         )
+        if self._workers is None:
+            self._services.metrics.watch_connections(self._server.connections)
 
     async def run(
         self, engine: asyncio.Task[EngineReport], on_ready: OnReady, stop: asyncio.Event
@@ -119,6 +72,8 @@ class Server:
             return await self._serve(report, on_ready, stop)
         finally:
             await self._client.close()
+            if self._workers is not None:
+                await self._workers.close()
             self._services.close()
 
     async def _wait_for_engine(
@@ -136,20 +91,20 @@ class Server:
         return None
 
     async def _serve(self, report: EngineReport, on_ready: OnReady, stop: asyncio.Event) -> int:
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         stopped = asyncio.create_task(stop.wait())
         failed = asyncio.create_task(self._client.failed.wait())
-        while not (self._server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        if serving.done():
-            await serving  # raises the error that prevented it from listening
+        listener = self._listener if self._workers is None else self._workers.listener
+        serving = await self._server.start([listener])
         helpers = [asyncio.create_task(work) for work in self._endless()]
         batches = asyncio.create_task(self._run_batches())
         choices = [*report.choices, *self._services.choices, self._max_connections]
-        report = replace(report, choices=choices)
-        on_ready(report, url_of(self._config, self._listener))
-        either: set[asyncio.Task[Any]] = {serving, stopped, failed, batches, *helpers}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Task[Any]] = {serving, stopped, failed, batches, *helpers}
+        if self._workers is not None:
+            choices += await self._start_workers(self._workers, ends)
+        if not any(end.done() for end in ends):
+            report = replace(report, choices=choices)
+            on_ready(report, url_of(self._config, self._listener))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for helper in helpers:
             if helper.done():
                 await helper  # raises the error that ended it
@@ -163,11 +118,13 @@ class Server:
             _log.error("the server exits: %s", self._client.health().reason)
         else:
             await self._drain()
+        if self._workers is not None:
+            await self._workers.close()
         self._server.should_exit = True
         await serving
         for helper in helpers:
             helper.cancel()
-        self._connections.abort_all()
+        self._server.connections.abort_all()
         return int(engine_failed)
 
     async def _run_batches(self) -> None:
@@ -178,15 +135,28 @@ class Server:
 
     def _endless(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Work that goes on as long as the server does."""
-        yield self._connections.sweep_forever()
+        yield self._server.connections.sweep_forever()
         replicas, interval_s = self._client.replicas, self._config.log_stats_interval
         if interval_s:
             yield ThroughputLog(len(replicas)).run(replicas, interval_s)
+
+    async def _start_workers(
+        self, workers: HttpWorkers, ends: set[asyncio.Task[Any]]
+    ) -> list[Choice]:
+        """Start the workers unless the server ends meanwhile; returns a line for the table."""
+        start = asyncio.create_task(workers.start(self._listener))
+        await asyncio.wait({start, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            return [start.result()]
+        start.cancel()
+        return []
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for running ones, and fail those that do not finish in time."""
         desk, timeout_s = self._services.desk, self._config.shutdown_timeout
         desk.draining = True
+        if self._workers is not None:
+            self._workers.push_state()
         _log.info("shutting down; %d requests are running", desk.num_in_flight)
         if await desk.idle(timeout_s):
             return
@@ -194,4 +164,4 @@ class Server:
         self._client.abort_all(
             WorkerDied(f"the server shut down before this request ended ({timeout_s:g} s given).")
         )
-        await desk.idle(_LAST_RESPONSES_S)
+        await desk.idle(LAST_RESPONSES_S)

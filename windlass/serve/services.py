@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from windlass.config import ServeConfig
 from windlass.core.card import Choice, ModelCard
 from windlass.core.types import EngineStats
 from windlass.serve.adapter_manager import AdapterManager
-from windlass.serve.admission import AdmissionControl
+from windlass.serve.admission import Admission, AdmissionControl
 from windlass.serve.batch.service import BatchService, make_batch_service
-from windlass.serve.cost import CostTracker, make_cost_tracker
+from windlass.serve.cost import CostTracker, Price, make_cost_tracker
 from windlass.serve.desk import Desk
-from windlass.serve.handle import EngineHandle
+from windlass.serve.handle import EngineHandle, GenerationClient
 from windlass.serve.health import Health
 from windlass.serve.keys import Keys
 from windlass.serve.metrics import Metrics
@@ -23,7 +23,7 @@ from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.sleep import Sleeper
-from windlass.serve.trace_store import TraceStore
+from windlass.serve.trace_store import Traces, TraceStore
 from windlass.serve.workers import Workers
 from windlass.text.parsing.registry import choose_format
 from windlass.text.scoring import ScoreTemplate, Scoring
@@ -33,29 +33,46 @@ from windlass.text.template_worker import TemplateSource
 _log = logging.getLogger("windlass.serve")
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Dependencies of the endpoints. The engine behind `client` need not be running yet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationServices:
+    """Dependencies of the endpoints that generate text, in the server's process or an HTTP worker."""
 
-    client: EngineHandle
+    client: GenerationClient
     card: ModelCard
     config: ServeConfig
     preparer: Preparer
     metrics: Metrics
-    admission: AdmissionControl
+    admission: Admission
     desk: Desk
-    adapter_manager: AdapterManager
-    traces: TraceStore
-    sleeper: Sleeper
-    probes: list[GenerateProbe]  # one per replica
+    traces: Traces
     workers: Workers
     scoring: Scoring
     template: TemplateProcess | None = None  # None: the model has no chat template
-    costs: CostTracker | None = None  # None: no --price-per-hour
-    batches: BatchService | None = None  # None: no --data-dir
+    price: Price | None = None  # None: no --price-per-hour
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
     choices: tuple[Choice, ...] = ()  # for the start-up table
+
+    def close(self) -> None:
+        """Stop the threads and the template process, and close files."""
+        self.workers.close()
+        if self.template is not None:
+            self.template.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services(GenerationServices):
+    """Dependencies of all endpoints. The engine behind `client` need not be running yet."""
+
+    client: EngineHandle
+    traces: TraceStore
+    adapter_manager: AdapterManager
+    sleeper: Sleeper
+    probes: list[GenerateProbe]  # one per replica
+    costs: CostTracker | None = None  # None: no --price-per-hour
+    batches: BatchService | None = None  # None: no --data-dir
     started: int = field(default_factory=lambda: int(time.time()))
 
     def readiness(self) -> Health:
@@ -68,19 +85,13 @@ class Services:
         return self.client.health()
 
     def close(self) -> None:
-        """Stop the threads and the template process, and close files."""
-        self.workers.close()
-        if self.template is not None:
-            self.template.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        GenerationServices.close(self)
         if self.batches is not None:
             self.batches.close()
 
 
 def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
-    keys = Keys.of(config)
     metrics = Metrics(card.name, len(client.replicas))
     admission = AdmissionControl(config, client, metrics.rejected)
     costs = make_cost_tracker(
@@ -97,39 +108,64 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
     client.on_stats = on_stats
     client.on_traces = traces.add
     client.on_traces_lost = traces.lose
-    desk = Desk(metrics, config.enable_log_requests)
+    common = make_generation_services(
+        client,
+        card,
+        config,
+        metrics=metrics,
+        admission=admission,
+        traces=traces,
+        price=None if costs is None else costs.price,
+    )
+    return Services(
+        **{each.name: getattr(common, each.name) for each in fields(common)},
+        adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
+        sleeper=Sleeper(client, common.desk),
+        probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
+        costs=costs,
+        batches=make_batch_service(config, common.preparer),
+    )
+
+
+def make_generation_services(
+    client: GenerationClient,
+    card: ModelCard,
+    config: ServeConfig,
+    *,
+    metrics: Metrics,
+    admission: Admission,
+    traces: Traces,
+    price: Price | None,
+) -> GenerationServices:
+    """Create the services of the endpoints that generate text; starts the template process."""
+    keys = Keys.of(config)
     recorder = make_recorder(config, card.tokenizer)
     workers, source = Workers(), _template_source(card, config)
     output_format = None
     if source is not None:
         output_format = choose_format(source, config.tool_call_parser, config.reasoning_parser)
     template = _start_template(source, card, config)
-    preparer = Preparer(
-        card=card,
-        config=config,
-        template=template,
-        workers=workers,
-        output_format=output_format,
-        adapters=lambda: client.adapters.folders.keys(),
-    )
-    return Services(
+    return GenerationServices(
         client=client,
         card=card,
         config=config,
-        preparer=preparer,
+        preparer=Preparer(
+            card=card,
+            config=config,
+            template=template,
+            workers=workers,
+            output_format=output_format,
+            adapters=lambda: client.adapter_names,
+        ),
         metrics=metrics,
         admission=admission,
-        desk=desk,
-        adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
+        desk=Desk(metrics, config.enable_log_requests),
         traces=traces,
-        sleeper=Sleeper(client, desk),
-        probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
         workers=workers,
         scoring=_scoring(card, config),
         template=template,
-        costs=costs,
+        price=price,
         recorder=recorder,
-        batches=make_batch_service(config, preparer),
         keys=keys,
         choices=(
             _sampling_choice(card),

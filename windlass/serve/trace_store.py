@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from windlass.core.trace import RequestTrace
 from windlass.serve.problems import TraceNotFound
@@ -42,6 +43,30 @@ class Entry:
         if self.lost:
             return "failed"
         return "running" if self.is_open else "ended"
+
+
+class Traces(Protocol):
+    """Where the endpoints that generate text announce their requests."""
+
+    def open(
+        self,
+        response_id: str,
+        *,
+        owner: str,
+        began: float,
+        request_ids: tuple[str, ...],
+        path: str = "",
+        adapter: str = "",
+    ) -> Entry:
+        """Add a request that is sent to the engine now."""
+        ...
+
+    def mark_lost(self, entry: Entry) -> None:
+        """Close an entry whose request failed."""
+
+    async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
+        """Wait for the traces of all completions; None: they did not arrive in time."""
+        ...
 
 
 class TraceStore:

@@ -1,0 +1,129 @@
+"""The server's side of one HTTP worker: runs its requests in the engine and returns the outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from windlass.core.types import NewRequest, Output
+from windlass.errors import EngineError
+from windlass.serve.http import messages
+from windlass.serve.http.messages import ErrorMessage
+from windlass.serve.inbox import Inbox, Item
+from windlass.serve.problems import TraceNotFound
+from windlass.serve.services import Services
+
+
+class _RelayInbox(Inbox):
+    """The requests of one response; its items go to the worker at once."""
+
+    __slots__ = ("_forward",)
+
+    def __init__(
+        self, requests: Sequence[NewRequest], forward: Callable[[Inbox, Item], None]
+    ) -> None:
+        super().__init__(request.request_id for request in requests)
+        self._forward = forward
+
+    def put(self, item: Item) -> None:
+        self._forward(self, item)
+
+
+class Broker:
+    """Owns the requests of one worker. `send` sends messages to it.
+
+    Outputs of one step are sent together, after the engine's frame was handled: calls of `put` only
+    collect them, since they come from inside the client.
+    """
+
+    def __init__(self, services: Services, send: Callable[[list[messages.ToWorker]], None]) -> None:
+        self._services = services
+        self._send = send
+        self._inboxes: dict[str, Inbox] = {}
+        self._outputs: list[Output] = []
+        self._failed: list[tuple[Inbox, EngineError]] = []
+        self._flush_is_due = False
+        self._replies: set[asyncio.Task[None]] = set()
+
+    def on_message(
+        self, message: messages.Open | messages.Submit | messages.Abort | messages.GetTraces
+    ) -> None:
+        match message:
+            case messages.Open():
+                self._services.traces.open(**msgspec.structs.asdict(message))
+            case messages.Submit(requests):
+                self._submit(requests)
+            case messages.Abort(request_id, completed):
+                self._services.client.abort(request_id, completed)
+                self._forget(request_id)
+            case messages.GetTraces():
+                reply = asyncio.create_task(self._reply_traces(message))
+                self._replies.add(reply)
+                reply.add_done_callback(self._replies.discard)
+
+    def _submit(self, requests: list[NewRequest]) -> None:
+        services = self._services
+        inbox = _RelayInbox(requests, self._forward)
+        self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
+        services.desk.hold()
+        try:
+            services.desk.check_open()
+            num_tokens = sum(len(request.prompt) for request in requests)
+            services.admission.check(len(requests), num_tokens)
+            services.client.relay(requests, inbox)
+        except EngineError as error:
+            self._forward(inbox, error)
+
+    def _forward(self, inbox: Inbox, item: Item) -> None:
+        if isinstance(item, EngineError):
+            self._failed.append((inbox, item))
+        else:
+            self._outputs.append(item)
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send what was collected, and forget the requests that have ended."""
+        self._flush_is_due = False
+        outputs = [each for each in self._outputs if each.request_id in self._inboxes]
+        failed, self._outputs, self._failed = self._failed, [], []
+        batch: list[messages.ToWorker] = [messages.Outputs(outputs)] if outputs else []
+        for output in outputs:
+            if output.finish is not None:
+                self._services.client.ended(output.request_id, output.finish in ("stop", "length"))
+                self._forget(output.request_id)
+        for inbox, error in failed:
+            if lost := list(inbox.open_ids):
+                batch.append(messages.RequestsFailed(lost, ErrorMessage.of(error)))
+                self._services.traces.lose(lost)
+                self._drop(inbox)
+        if batch:
+            self._send(batch)
+
+    def _drop(self, inbox: Inbox) -> None:
+        for request_id in list(inbox.open_ids):
+            self._services.client.abort(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is not None:  # else it had ended already
+            inbox.open_ids.discard(request_id)
+            if not inbox.open_ids:
+                self._services.desk.release()
+
+    async def _reply_traces(self, call: messages.GetTraces) -> None:
+        store = self._services.traces
+        try:
+            traces = await store.wait_closed(store.find(call.response_id, call.owner))
+        except TraceNotFound:  # a thousand others have ended since
+            traces = None
+        self._send([messages.TracesReply(call.number, traces)])
+
+    def close(self) -> None:
+        """Abort all requests: the worker has ended."""
+        for inbox in list({id(each): each for each in self._inboxes.values()}.values()):
+            self._drop(inbox)

@@ -1,0 +1,157 @@
+"""Messages between the server's process and its HTTP workers, encoded as msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from windlass import errors
+from windlass.core.card import EngineReport
+from windlass.core.trace import RequestTrace
+from windlass.core.types import NewRequest, Output
+from windlass.errors import EngineError, Overloaded, RequestError
+from windlass.serve import problems
+from windlass.serve.metric_samples import MetricSample
+from windlass.serve.problems import Sleeping
+
+
+class ErrorMessage(msgspec.Struct, frozen=True):
+    """An error that ends a request; `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float = 0.0
+
+    @classmethod
+    def of(cls, error: EngineError) -> ErrorMessage:
+        known = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
+        return cls(
+            kind=known.__name__,
+            message=str(error),
+            param=error.param if isinstance(error, RequestError) else None,
+            retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Sleeping) else 0.0,
+        )
+
+    def error(self) -> EngineError:
+        kind = _ERRORS[self.kind]
+        if issubclass(kind, RequestError):
+            return kind(self.message, self.param)
+        if issubclass(kind, Overloaded | Sleeping):
+            return kind(self.message, self.retry_after_s)
+        return kind(self.message)
+
+
+_ERRORS = {
+    name: value
+    for module in (errors, problems)
+    for name, value in vars(module).items()
+    if isinstance(value, type) and issubclass(value, EngineError)
+}
+
+
+# ---- from a worker ---------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, tag="open", frozen=True, kw_only=True):
+    """Announces a response, for traces and costs; `Submit` with its requests follows."""
+
+    response_id: str
+    owner: str
+    began: float
+    request_ids: tuple[str, ...]
+    path: str
+    adapter: str
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """Sends the requests of one response to the engine."""
+
+    requests: list[NewRequest]
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    request_id: str
+    completed: bool
+
+
+class GetTraces(msgspec.Struct, tag="get_traces", frozen=True):
+    """Asks for the traces of a response that has ended."""
+
+    number: int
+    response_id: str
+    owner: str
+
+
+class Samples(msgspec.Struct, tag="samples", frozen=True):
+    """The worker's metrics, once a second: also the heartbeat, and the first says that it serves."""
+
+    samples: list[MetricSample]
+
+
+class Synced(msgspec.Struct, tag="synced", frozen=True):
+    """The reply to `Sync`: all messages before it were handled."""
+
+    number: int
+    samples: list[MetricSample]
+
+
+FromWorker = Open | Submit | Abort | GetTraces | Samples | Synced
+
+
+# ---- to a worker -----------------------------------------------------------------------------
+
+
+class State(msgspec.Struct, tag="state", frozen=True):
+    """What a worker must know of the server; sent at the start and after each change."""
+
+    report: EngineReport
+    max_num_seqs: int
+    adapters: list[str]
+    refusal: ErrorMessage | None  # why new requests are refused: the server drains or sleeps
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    outputs: list[Output]
+
+
+class RequestsFailed(msgspec.Struct, tag="failed", frozen=True):
+    """Ends the response that these requests belong to."""
+
+    request_ids: list[str]
+    error: ErrorMessage
+
+
+class TracesReply(msgspec.Struct, tag="traces", frozen=True):
+    number: int
+    traces: list[RequestTrace] | None
+
+
+class Sync(msgspec.Struct, tag="sync", frozen=True):
+    """Asks for `Synced`, with the current metrics."""
+
+    number: int
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Ends the worker after its last responses."""
+
+
+ToWorker = State | Outputs | RequestsFailed | TracesReply | Sync | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker = msgspec.msgpack.Decoder(list[FromWorker])
+_to_worker = msgspec.msgpack.Decoder(list[ToWorker])
+
+
+def encode(messages: Sequence[FromWorker] | Sequence[ToWorker]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_from_worker(frame: bytes) -> list[FromWorker]:
+    return _from_worker.decode(frame)
+
+
+def decode_to_worker(frame: bytes) -> list[ToWorker]:
+    return _to_worker.decode(frame)

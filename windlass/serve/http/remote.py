@@ -1,0 +1,155 @@
+"""The engine, the queue and the traces as an HTTP worker sees them: all are in the server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+
+import msgspec
+
+from windlass.core.card import EngineReport
+from windlass.core.trace import RequestTrace
+from windlass.core.types import NewRequest, Output
+from windlass.errors import WorkerDied
+from windlass.serve import admission
+from windlass.serve.http import messages
+from windlass.serve.inbox import Inbox, next_output
+from windlass.serve.trace_store import Entry
+
+_REPLY_TIMEOUT_S = 10.0
+
+
+class RemoteClient:
+    """Owns the requests of one worker. `send` sends a message to the server's process."""
+
+    def __init__(self, state: messages.State, send: Callable[[messages.FromWorker], None]) -> None:
+        self.state = state
+        self._send = send
+        self._inboxes: dict[str, Inbox] = {}
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        return self.state.adapters
+
+    @property
+    def report(self) -> EngineReport:
+        return self.state.report
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.state.max_num_seqs
+
+    def check_open(self) -> None:
+        """Raise if the server is draining or asleep."""
+        if self.state.refusal is not None:
+            raise self.state.refusal.error()
+
+    async def generate(
+        self, *requests: NewRequest, tracked: bool = True
+    ) -> AsyncGenerator[Output, None]:
+        inbox = self.submit(requests, tracked)
+        try:
+            while (output := await self.next(inbox)) is not None:
+                yield output
+        finally:
+            self.drop(inbox)
+
+    def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
+        assert tracked, "the server's process sends its own probes"
+        inbox = Inbox(request.request_id for request in requests)
+        self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
+        self._send(messages.Submit(list(requests)))
+        return inbox
+
+    async def next(self, inbox: Inbox) -> Output | None:
+        return await next_output(inbox, self._ended)
+
+    def drop(self, inbox: Inbox) -> None:
+        for request_id in list(inbox.open_ids):
+            self.abort(request_id)
+
+    def abort(self, request_id: str, completed: bool = False) -> None:
+        inbox = self._inboxes.get(request_id)
+        if inbox is None:
+            return
+        self._send(messages.Abort(request_id, completed))
+        self._ended(request_id, completed)
+        inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
+
+    def _ended(self, request_id: str, _completed: bool) -> None:
+        self._inboxes.pop(request_id).open_ids.discard(request_id)
+
+    def on_outputs(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:  # else it was aborted meanwhile
+                inbox.put(output)
+
+    def on_failed(self, failed: messages.RequestsFailed) -> None:
+        found = (self._inboxes.get(request_id) for request_id in failed.request_ids)
+        for inbox in {id(each): each for each in found if each is not None}.values():
+            inbox.put(failed.error.error())
+
+
+class RemoteAdmission:
+    """Refuses what can never run; the server's process knows the queue and refuses the rest."""
+
+    def __init__(self, client: RemoteClient, max_queued: int) -> None:
+        self._client = client
+        self._max_queued = max_queued
+
+    def check_possible(self, num_requests: int) -> None:
+        admission.check_possible(num_requests, self._client.max_num_seqs, self._max_queued)
+
+    def check(self, num_requests: int, num_tokens: int) -> None:
+        """Leave it to the server's process, which checks when the requests arrive there."""
+
+
+class RemoteTraces:
+    """Announces responses to the trace store of the server's process."""
+
+    def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Future[list[RequestTrace] | None]] = {}
+
+    def open(
+        self,
+        response_id: str,
+        *,
+        owner: str,
+        began: float,
+        request_ids: tuple[str, ...],
+        path: str = "",
+        adapter: str = "",
+    ) -> Entry:
+        opened = messages.Open(
+            response_id=response_id,
+            owner=owner,
+            began=began,
+            request_ids=request_ids,
+            path=path,
+            adapter=adapter,
+        )
+        self._send(opened)
+        return Entry(**msgspec.structs.asdict(opened))
+
+    def mark_lost(self, entry: Entry) -> None:
+        """Do nothing: the server's process closes the entry when it sends the error."""
+
+    async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
+        number = next(self._numbers)
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._send(messages.GetTraces(number, entry.response_id, entry.owner))
+        try:
+            return await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise WorkerDied(f"the server did not answer in {_REPLY_TIMEOUT_S:g} s.") from None
+        finally:
+            del self._pending[number]
+
+    def on_reply(self, reply: messages.TracesReply) -> None:
+        pending = self._pending.get(reply.number)
+        if pending is not None and not pending.done():
+            pending.set_result(reply.traces)
