@@ -230,16 +230,20 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    model = " ".join(filter(None, (Path(args.model).name, args.quantization)))
     for clients in args.clients:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rate = pool.apply(offline, (args, clients))
-        rows.append({"http_workers": 0, "clients": clients, "tok_s": round(rate, 1)})
+        offline_row = {"http_workers": "offline", "clients": clients, "tok_s": round(rate, 1)}
+        rows.append({"model": model, **offline_row})
         print(rows[-1], flush=True)
         for workers in args.workers:
             row = serve(args, workers, clients)
-            rows.append({**row, "of_offline": round(row["tok_s"] / rate, 3)})
+            rows.append({"model": model, **row, "of_offline": round(row["tok_s"] / rate, 3)})
             print(rows[-1], flush=True)
     if args.output is not None:
+        import torch  # noqa: F401  # the record names its GPU
+
         settings = {name: value for name, value in vars(args).items() if name != "output"}
         Record(name="http-rate", settings=settings, rows=rows).save(args.output)
 

@@ -59,10 +59,20 @@ PAGES = (
     "docs/parallel.md",
     "docs/planning.md",
     "docs/quantisation.md",
+    "docs/serving.md",
     "docs/speculation.md",
 )
 _TABLE = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS: dict[str, Columns] = {
+    "http-rate": {
+        "model": "model",
+        "clients": "clients",
+        "http_workers": "--http-workers",
+        "tok_s": "output tok/s",
+        "of_offline": "of offline",
+        "ttft_p50_ms/ttft_p99_ms": "TTFT p50 / p99 ms",
+        "itl_p50_ms/itl_p99_ms": "ITL p50 / p99 ms",
+    },
     "throughput": {
         "workload": "workload",
         "engine": "engine",
