@@ -368,6 +368,22 @@ def test_any_markdown_becomes_harmless_elements(page: Page) -> None:
     tags = page.eval(_RENDER % json.dumps(pieces))
     assert set(tags) <= set(_ALLOWED.split())
     assert {"TABLE", "LI", "CODE", "A", "BLOCKQUOTE"} <= set(tags)
+    render = (
+        "import('/console/markdown.js').then(({ markdown }) => { const box = document.createElement('div');"
+        "box.append(...markdown(%s)); return [...box.querySelectorAll('*')].map((each) =>"
+        "each.tagName.toLowerCase()).join(' '); })"
+    )
+    for text, elements in (
+        ("2*3*4 a_b_c * d *", "p"),
+        ("*a* **b** ~~c~~ `d`", "p em strong del code"),
+        ("1. a\n   - b\n   - c\n2. d", "ol li ul li li li"),
+        ("a\n- b", "p ul li"),
+        ("> a\n> - b", "blockquote p ul li"),
+        ("|a|b|\n|-|-|\n|c|d|", "div table thead tr th th tbody tr td td"),
+        ("# a\n\n---", "h3 hr"),
+        ("[a](https://b.c) ![d](https://e.f)", "p a a"),
+    ):
+        assert page.eval(render % json.dumps(text)) == elements, text
 
 
 @needs_browser
@@ -495,6 +511,20 @@ def test_every_control_has_a_name(page: Page) -> None:
             ".map((each) => each.outerHTML)"
         )
         assert nameless == [], view
+
+
+@needs_browser
+def test_a_sleeping_server_says_so(browser: Page, tmp_path: Path) -> None:
+    build = counting(Options(sleep_file=str(tmp_path / "asleep")))
+    with running(build, admin_key=("admin",)) as server:
+        browser.open(f"{server.url}/#/server")
+        browser.wait("document.querySelector('.status-text')?.textContent === 'Connected'")
+        admin = {"Authorization": "Bearer admin"}
+        server.http.post("/admin/sleep", headers=admin).raise_for_status()
+        browser.wait("document.querySelector('.banner.warn')?.innerText.includes('/admin/wake')")
+        assert browser.text(".status-text") == "Asleep"
+        server.http.post("/admin/wake", headers=admin).raise_for_status()
+        browser.wait("document.querySelector('.banner').hidden")
 
 
 @needs_browser

@@ -159,8 +159,8 @@ function span(text, at, depth) {
   for (const [mark, tag] of MARKS) {
     if (!text.startsWith(mark, at)) continue;
     const from = at + mark.length;
-    // snake_case has no emphasis, and neither has a mark before a space.
-    if (/\s/.test(text[from] ?? " ") || (char === "_" && /\w/.test(text[at - 1] ?? ""))) return null;
+    // Neither snake_case nor 2*3*4 has emphasis, and neither has a mark before a space.
+    if (/\s/.test(text[from] ?? " ") || (mark.length === 1 && /\w/.test(text[at - 1] ?? ""))) return null;
     const end = text.indexOf(mark, from + 1);
     if (end < 0 || /\s/.test(text[end - 1])) continue;
     return [h(tag, {}, inline(text.slice(from, end), depth + 1)), end + mark.length];

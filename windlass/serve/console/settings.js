@@ -16,6 +16,7 @@ const NUMBERS = [
   ["presence_penalty", "Presence penalty", { min: -2, max: 2, step: 0.1 }],
   ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }],
   ["seed", "Seed", { step: 1 }],
+  ["thinking_token_budget", "Thinking budget", { min: 0, step: 1 }],
 ];
 
 const EXAMPLE_TOOLS = [
@@ -81,6 +82,7 @@ export class Settings {
       if (input.type === "checkbox") input.checked = false;
       else input.value = "";
     }
+    this.element.querySelectorAll(".badge").forEach((badge) => (badge.hidden = true));
     this.element.querySelectorAll("details").forEach((pane) => (pane.open = false));
     this.model.value = store.info?.model ?? "";
   }
@@ -152,7 +154,13 @@ export class Settings {
 
   pane(name, label, hint, example, ...more) {
     const isUsed = Boolean(this.values[`use_${name}`]);
-    const use = h("input", { type: "checkbox", id: `use_${name}`, checked: isUsed, onchange: () => this.set(`use_${name}`, use.checked) });
+    const badge = h("span", { class: "badge running" }, "in use");
+    const mark = () => {
+      this.set(`use_${name}`, use.checked);
+      badge.hidden = !use.checked;
+    };
+    const use = h("input", { type: "checkbox", id: `use_${name}`, checked: isUsed, onchange: mark });
+    badge.hidden = !isUsed;
     const area = this.textArea(name, label, { rows: 9, class: "mono", "aria-describedby": `${name}-problem` });
     const input = area.querySelector("textarea");
     const problem = h("p", { class: "problem", id: `${name}-problem`, role: "status" });
@@ -161,7 +169,7 @@ export class Settings {
     };
     input.addEventListener("input", () => {
       use.checked = input.value.trim() !== "";
-      this.set(`use_${name}`, use.checked);
+      mark();
       check();
     });
     const fill = () => {
@@ -171,7 +179,7 @@ export class Settings {
     return h(
       "details",
       { open: isUsed },
-      h("summary", {}, label, h("span", { class: "muted" }, hint)),
+      h("summary", {}, label, " ", badge, h("span", { class: "muted" }, hint)),
       h("div", { class: "row between" }, h("label", { class: "switch" }, use, h("span", {}, "Use it")), button("plus", "Insert an example", fill, { text: true, kind: "quiet", id: `${name}-example` })),
       area,
       problem,
