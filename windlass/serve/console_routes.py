@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,17 +24,6 @@ from windlass.version import __version__
 Endpoint = Callable[..., Awaitable[Response]]
 
 _MAX_REQUESTS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """The same moment on the wall clock and on the monotonic clock of the traces."""
-
-    wall: float
-    monotonic: float
-
-    def wall_of(self, monotonic: float) -> float:
-        return self.wall - (self.monotonic - monotonic)
 
 
 class ConsoleRoutes:
@@ -107,18 +95,18 @@ class ConsoleRoutes:
         """The latest requests, in flight and ended, newest first."""
         owner = self._trace_routes.owner_of(request)
         entries = self._services.traces.latest(owner, _limit(request))
-        clock = _Clock(time.time(), time.monotonic())
-        return reply({"data": [self._entry_json(entry, clock) for entry in entries]})
+        return reply({"data": [self._entry_json(entry) for entry in entries]})
 
-    def _entry_json(self, entry: Entry, clock: _Clock) -> Json:
+    def _entry_json(self, entry: Entry) -> Json:
         costs, traces = self._services.costs, list(entry.traces.values())
+        age = time.monotonic() - entry.began
         body: Json = {
             "id": entry.response_id,
             "state": entry.state,
             "path": entry.path,
             "model": entry.adapter or self._services.card.name,
-            "started": clock.wall_of(entry.began),
-            "elapsed": clock.monotonic - entry.began if entry.is_open else None,
+            "started": time.time() - age,
+            "elapsed": age if entry.is_open else None,
         }
         if not traces:
             return body

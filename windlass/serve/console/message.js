@@ -5,7 +5,6 @@ import { count, dollars, plural, seconds } from "./format.js";
 import { codeBlock, markdown } from "./markdown.js";
 
 const ROLES = { user: "You", assistant: "Model", tool: "Tool result" };
-const NEAR_LIMIT = new Set(["length"]);
 
 export class MessageView {
   constructor(message, actions) {
@@ -101,7 +100,7 @@ export class MessageView {
 }
 
 function statsOf({ stats, stopped, finish }) {
-  const end = stopped ? "stopped" : NEAR_LIMIT.has(finish) ? "reached max tokens" : null;
+  const end = stopped ? "stopped" : finish === "length" ? "reached max tokens" : null;
   if (!stats) return end ? [end] : [];
   const isCached = stats.cached !== null && stats.cached > 0;
   return [
