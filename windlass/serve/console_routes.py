@@ -105,7 +105,7 @@ class ConsoleRoutes:
             "state": entry.state,
             "path": entry.path,
             "model": entry.adapter or self._services.card.name,
-            "started": time.time() - age,
+            "started": round(time.time() - age, 2),  # the same in every answer
             "elapsed": age if entry.is_open else None,
         }
         if not traces:
