@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,69 @@ from torch.autograd.profiler_util import FunctionEvent
 from tests.tools.conftest import Windlass
 from windlass.tools import profile
 from windlass.tools.profile import kind_of
+from windlass.tools.profile_program import CommandTimes
 
 
-def test_profile(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+def test_eager_profile(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     args = ("--workload", "decode_b2", "--steps", "3", "-o", trace)
-    shown = windlass("profile", tiny, "--load-format", "dummy", *args)
+    shown = windlass("profile", tiny, "--load-format", "dummy", "--enforce-eager", *args)
     prefill, decode = shown.split("prefill: 256 tokens")[1].split("decode: 2 tokens")
     for table in (prefill, decode):
         for kind in ("attention", "norm", "rope and KV write", "activation", "sampling", "host"):
             assert f"\n{kind} " in table
-        assert "GEMM gate_up_proj 128x32 " in table
+        for gemm in ("qkv_proj 64x32", "o_proj 32x32", "gate_up_proj 128x32", "down_proj 32x64"):
+            assert f"GEMM {gemm} " in table
         assert "GEMM lm_head 256x32 " in table
     for path in (trace, tmp_path / "trace.prefill.json"):
         events = json.loads(path.read_text())["traceEvents"]
         assert any(event.get("name") == "windlass: attention" for event in events)
+
+
+def test_a_recorded_step_is_profiled_in_the_mode_that_serves(
+    windlass: Windlass, tiny: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    args = ("--workload", "decode_b2", "--steps", "3", "-o", trace, "--device", "cpu")
+    shown = windlass("profile", tiny, "--load-format", "dummy", *args)
+    prefill, decode = shown.split("prefill: 256 tokens")[1].split("decode: 2 tokens")
+    if "program" not in decode:
+        pytest.skip("no C++ compiler")
+    assert "program: 3 steps" in decode
+    for table in (prefill, decode):
+        for kind in ("attention", "rope and KV write", "sampling", "host", "embedding"):
+            assert f"\n{kind} " in table
+        for gemm in (
+            "qkv_proj 64x32 with norm",
+            "o_proj 32x32",
+            "gate_up_proj 128x32 with norm and activation",
+            "down_proj 32x64",
+        ):
+            assert re.search(rf"\nGEMM {gemm} +[\d.]+ +[\d.]+ +2\n", table), gemm
+        assert re.search(r"\nGEMM lm_head 256x32 with norm +[\d.]+ +[\d.]+ +1\n", table)
+    for path in (trace, tmp_path / "trace.prefill.json"):
+        events = json.loads(path.read_text())["traceEvents"]
+        assert any(event["name"] == "windlass: attention" for event in events)
+
+
+def test_timed_commands_compute_the_same(tiny: Path) -> None:
+    from windlass import LLM, SamplingParams
+    from windlass.build import build_engine, open_model
+    from windlass.config import EngineConfig
+
+    config = EngineConfig.of(model=str(tiny), load_format="dummy", device="cpu")
+    opened = open_model(config)
+    built = build_engine(config, opened.source)
+    llm = LLM.over(opened.card, built)
+    pool = built.weights.parts.workers.pool
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    plain = llm.generate(["abc"], greedy)[0].outputs[0].token_ids
+    times = CommandTimes({})
+    with pool.timed_by(times):
+        timed = llm.generate(["abc"], greedy)[0].outputs[0].token_ids
+    assert timed == plain
+    assert {"GEMM", "attention"} <= {kind.split(" with")[0] for kind in times.spent()}
+    assert pool.timer is None
 
 
 def test_network_is_restored(tiny: Path) -> None:

@@ -28,8 +28,9 @@ def profile(
 ) -> int:
     """Show step time by kind of work.
 
-    Profiles the first step of the workload and some decode steps with torch's profiler: attention,
-    each GEMM, norms, RoPE and KV writes, activation, sampling, and the host.
+    Profiles the first step of the workload and some decode steps: attention, each GEMM, norms, RoPE
+    and KV writes, activation, sampling, and the host. On a CPU, the commands of the recorded step are
+    timed one by one; other steps are measured with torch's profiler.
     """
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}.")

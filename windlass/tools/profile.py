@@ -2,7 +2,7 @@
 
 During profiling, the modules of the network run in named scopes, so that an operator or kernel is
 attributed to the module that launched it. Kernels replayed from a captured graph have no scope and
-are classified by name.
+are classified by name. Steps of a recorded CPU program are timed command by command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -31,17 +31,19 @@ from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import EngineStats, NewRequest
 from windlass.engine import Engine
+from windlass.kernels.native.pool import Pool
 from windlass.kernels.ops import Ops
 from windlass.layers.attention import Attention
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.linear import Linear
 from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
-from windlass.runner.device import choose_device
 from windlass.tools.common.device import device_of, synchronise
 from windlass.tools.common.workload import Workload
+from windlass.tools.profile_program import CommandTimes, gemm_names
 
 Log = Callable[[str], None]
+Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
 
 OTHER, HOST = "other", "host"
 _GEMM = "GEMM"
@@ -118,14 +120,19 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Time of some steps, and their profiler events."""
+    """Time of some steps, and what it was spent on."""
 
     name: str
     steps: int
     tokens: int  # per step
     seconds: float
-    events: list[FunctionEvent]
+    spent: Spent  # empty without a profiler
     executors: list[str]
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a recorded program computed all steps."""
+        return any(line.startswith(f"program: {self.steps} ") for line in self.executors)
 
 
 def profile(
@@ -136,10 +143,6 @@ def profile(
     `trace`: file for the decode steps, for Chrome or Perfetto; the prefill step is written beside it
     as trace.prefill.json.
     """
-    if (
-        choose_device(config.model).type == "cpu"
-    ):  # a recorded CPU program has no operators to profile
-        config = replace(config, model=replace(config.model, enforce_eager=True))
     opened = open_model(config)
     log(f"loading {opened.files.name}")
     built = build_engine(config, opened.source)
@@ -148,10 +151,69 @@ def profile(
     log(f"{workload.name}: without the profiler")
     plain = _drive(built, workload, 1, num_steps)
     log(f"{workload.name}: with the profiler")
-    with _scopes(built.weights.network):
-        profiled = _drive(built, workload, 2, num_steps, profiled=True, trace=trace)
-    on_gpu = device_of(built.weights.network).type == "cuda"
+    network = built.weights.network
+    make_profiler: Callable[[], StepProfiler] = partial(_TorchProfiler, device_of(network))
+    if all(phase.is_program for phase in plain):
+        pool, names = built.weights.parts.workers.pool, gemm_names(network)
+        make_profiler = partial(_CommandTimer, pool, names)
+    with _scopes(network):
+        profiled = _drive(built, workload, 2, num_steps, make_profiler, trace=trace)
+    on_gpu = device_of(network).type == "cuda"
     return [_phase(before, after, on_gpu) for before, after in zip(plain, profiled, strict=True)]
+
+
+class StepProfiler(Protocol):
+    """Watches the steps inside its context."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> object: ...
+
+    def spent(self) -> Spent: ...
+
+    def write_trace(self, path: Path) -> None: ...
+
+
+class _TorchProfiler:
+    """Operators and kernels, from torch's profiler."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profiler = torch_profile(activities=activities)
+
+    def __enter__(self) -> object:
+        return self._profiler.__enter__()
+
+    def __exit__(self, *error: Any) -> object:
+        return self._profiler.__exit__(*error)
+
+    def spent(self) -> Spent:
+        events = list(self._profiler.events() or [])
+        return _device_time(events) if self._on_gpu else _operator_time(events)
+
+    def write_trace(self, path: Path) -> None:
+        self._profiler.export_chrome_trace(str(path))
+
+
+class _CommandTimer:
+    """Commands of recorded CPU programs, which torch's profiler does not see."""
+
+    def __init__(self, pool: Pool, gemms: dict[int, str]) -> None:
+        self._times = CommandTimes(gemms)
+        self._timing = pool.timed_by(self._times)
+
+    def __enter__(self) -> object:
+        return self._timing.__enter__()
+
+    def __exit__(self, *error: Any) -> object:
+        return self._timing.__exit__(*error)
+
+    def spent(self) -> Spent:
+        return self._times.spent()
+
+    def write_trace(self, path: Path) -> None:
+        self._times.write_trace(path, _SCOPE)
 
 
 def _drive(
@@ -159,7 +221,7 @@ def _drive(
     workload: Workload,
     draw: int,
     num_steps: int,
-    profiled: bool = False,
+    make_profiler: Callable[[], StepProfiler] | None = None,
     trace: Path | None = None,
 ) -> list[_Measured]:
     """Run the prefill and `num_steps` decode steps of the workload, and abort the requests."""
@@ -173,7 +235,7 @@ def _drive(
         )
         engine.add(NewRequest(f"profile-{i}", request.prompt, sampling))
     prefill_trace = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
-    measure = partial(_measure, engine=engine, device=device, profiled=profiled)
+    measure = partial(_measure, engine=engine, device=device, make_profiler=make_profiler)
     phases = [measure("prefill", num_steps=1, trace=prefill_trace)]
     while _computes_prompts(engine):
         continue
@@ -198,13 +260,10 @@ def _measure(
     engine: Engine,
     num_steps: int,
     device: torch.device,
-    profiled: bool,
+    make_profiler: Callable[[], StepProfiler] | None,
     trace: Path | None,
 ) -> _Measured:
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    profiler = torch_profile(activities=activities) if profiled else None
+    profiler = make_profiler() if make_profiler is not None else None
     before = engine.stats()
     with profiler or nullcontext():
         synchronise(device)
@@ -217,13 +276,13 @@ def _measure(
     after = engine.stats()
     if profiler is not None and trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(trace))
+        profiler.write_trace(trace)
     return _Measured(
         name=name,
         steps=num_steps,
         tokens=after.num_step_tokens,
         seconds=seconds,
-        events=[] if profiler is None else list(profiler.events() or []),
+        spent={} if profiler is None else profiler.spent(),
         executors=_executors(after, before),
     )
 
@@ -251,8 +310,9 @@ def _scopes(network: nn.Module) -> Iterator[None]:
             name = path.rpartition(".")[2]
             if isinstance(module, Linear):
                 kind = f"{_GEMM} {name} {sum(module.parts.values())}x{module.num_in}"
-                stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
-                stack.enter_context(_replaced(module, "gated", _scoped(kind, module.gated)))
+                for entry in ("forward", "raw", "then", "gated"):
+                    scoped = _scoped(kind, getattr(module, entry))
+                    stack.enter_context(_replaced(module, entry, scoped))
             elif isinstance(module, (Embedding, TiedEmbedding, PackedEmbedding)):
                 kind = "embedding"
                 stack.enter_context(_replaced(module, "forward", _scoped(kind, module.forward)))
@@ -294,11 +354,10 @@ def _scoped(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _phase(plain: _Measured, profiled: _Measured, on_gpu: bool) -> Phase:
     """Compute times by kind; the host gets the time in which the device is idle."""
-    spent = _device_time(profiled.events) if on_gpu else _operator_time(profiled.events)
     # On a CPU, operator times include the profiler's overhead, and so must the step time.
     wall_ms = 1e3 * (plain.seconds if on_gpu else profiled.seconds) / profiled.steps
     steps = profiled.steps
-    lines = {kind: (us / 1e3 / steps, n / steps) for kind, (us, n) in spent.items()}
+    lines = {kind: (us / 1e3 / steps, n / steps) for kind, (us, n) in profiled.spent.items()}
     busy_ms = sum(ms for ms, _ in lines.values())
     lines[HOST] = (max(0.0, wall_ms - busy_ms), 0.0)
     shares = [
@@ -314,9 +373,6 @@ def _phase(plain: _Measured, profiled: _Measured, on_gpu: bool) -> Phase:
         executors=plain.executors,
         shares=sorted(shares, key=lambda share: -share.ms),
     )
-
-
-Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
 
 
 def _operator_time(events: list[FunctionEvent]) -> Spent:

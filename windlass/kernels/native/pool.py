@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from windlass.errors import OutOfMemory, WorkerDied
-from windlass.kernels.native.commands import Call, Step
+from windlass.kernels.native.commands import Call, Command, Step
 from windlass.kernels.native.compiled import Native, NativeUnavailable, load
 
 _NO_STEP = Step()
@@ -29,6 +29,12 @@ class Recorder(Protocol):
     def add(self, call: Call) -> None: ...
 
 
+class Timer(Protocol):
+    """Receives the commands of recorded programs with their start and duration."""
+
+    def add(self, command: Command, start: float, seconds: float) -> None: ...
+
+
 class Pool:
     """Owns the library's functions, its threads and the active recorder, if any."""
 
@@ -38,6 +44,7 @@ class Pool:
         self.num_threads = num_threads
         self._recorder: Recorder | None = None
         self._step: Step | None = None
+        self.timer: Timer | None = None
         self.handle = self.functions.windlass_pool_new(num_threads, _SPIN_US)
         if not self.handle:
             raise NativeUnavailable(f"the system refused {num_threads} threads")
@@ -75,6 +82,15 @@ class Pool:
             yield
         finally:
             self._step = None
+
+    @contextmanager
+    def timed_by(self, timer: Timer) -> Iterator[None]:
+        """Run recorded programs command by command inside the context, and time each."""
+        self.timer = timer
+        try:
+            yield
+        finally:
+            self.timer = None
 
     @contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:

@@ -6,6 +6,7 @@ Each step passes its number of tokens and rows. Buffers with disjoint lifetimes 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -148,7 +149,13 @@ class Program:
     def run(self, inputs: ProgramInputs, draw: bool) -> None:
         """Compute a step; with `draw` also the argmax of each row."""
         count = len(self._commands) if draw else self._num_without_argmax
-        self._pool.replay(ctypes.byref(self._commands), count, inputs.step)
+        if self._pool.timer is None:
+            self._pool.replay(ctypes.byref(self._commands), count, inputs.step)
+            return
+        for command in self._commands[:count]:
+            start = time.perf_counter()
+            self._pool.replay(ctypes.byref(command), 1, inputs.step)
+            self._pool.timer.add(command, start, time.perf_counter() - start)
 
 
 def record(
