@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from contextlib import nullcontext
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +131,26 @@ def test_a_rank_does_not_wait_for_a_lost_one_once_it_is_released() -> None:
     process.join(60)
     process.kill()
     assert process.exitcode == 0
+
+
+@inside
+def test_batch_invariant_steps_sum_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.kernels.triton import all_reduce
+    from windlass.runner.collectives import SymmetricMemoryGroup
+
+    monkeypatch.setattr(all_reduce, "MAX_ROWS", 4)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    buffer = torch.zeros(all_reduce.BUFFER_BYTES, dtype=torch.uint8)
+    memory: Any = SimpleNamespace(buffer=buffer, addresses=[buffer.data_ptr()])
+    nccl: Any = SimpleNamespace(rank=0, size=1, all_reduce=torch.zeros_like)
+    group, x = SymmetricMemoryGroup(nccl, memory, CPU), call_inputs(0, 0, 11)
+    assert torch.equal(group.all_reduce(x[:4]), x[:4])
+    assert not group.all_reduce(x).any()  # by NCCL
+    group.is_batch_invariant = lambda: True
+    assert torch.equal(group.all_reduce(x), x)
+    assert group.why_not_in_order(8192, torch.float32) is None
+    assert group.why_not_in_order(8193, torch.float32) == "a row exceeds its slot"
 
 
 @inside

@@ -78,6 +78,11 @@ class TorchGemm:
         """x @ weight.T, residual addition and norm: (normalised sum, sum)."""
         return norm.add(self.linear(x, weight), residual)
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the current step is batch-invariant."""
+        return self._batch_invariant
+
     def batch_invariant(self, batch_invariant: bool = True) -> AbstractContextManager[None]:
         """Within the context, a row's result does not depend on the other rows."""
         return self._temporarily("_batch_invariant", batch_invariant)

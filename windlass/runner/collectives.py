@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -77,7 +77,8 @@ class SharedMemoryGroup:
 class SymmetricMemoryGroup:
     """Ranks whose GPUs read each other's memory: one kernel for sums of few rows.
 
-    `nccl`: the same ranks, for everything else.
+    `nccl`: the same ranks, for everything else. Its order of summation depends on the number of rows, so
+    batch-invariant steps sum all rows by the kernel.
     """
 
     def __init__(self, nccl: Group, memory: SymmetricMemory, device: torch.device) -> None:
@@ -87,19 +88,26 @@ class SymmetricMemoryGroup:
         self._nccl = nccl
         self._memory = memory  # keeps it mapped
         self._buffers = SharedBuffers.of(nccl.rank, memory.addresses, device)
+        self.is_batch_invariant: Callable[[], bool] = bool  # of the current step
         self._aside = torch.cuda.Stream(device)
         # Loads the kernels of `release`: a process may not load any while another kernel waits.
         self._release(torch.zeros_like(memory.buffer))
 
+    def why_not_in_order(self, width: int, dtype: torch.dtype) -> str | None:
+        """Why sums of rows of `width` values do not go in the order of the ranks; None: they do."""
+        return self._buffers.why_not(torch.empty((1, width), dtype=dtype, device="meta"))
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._buffers.why_not(x) is not None:
-            return self._nccl.all_reduce(x)
-        return self._buffers.all_reduce(x)
+        if self._buffers.why_not(x) is None:
+            return self._buffers.all_reduce(x)
+        if self.is_batch_invariant():
+            return self._buffers.all_reduce_in_parts(x)
+        return self._nccl.all_reduce(x)
 
     def all_reduce_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
         """Add the sum of all ranks' x to the residual stream, and normalise it, in one kernel."""
         if self._buffers.why_not(x) is not None:
-            return norm.add(self._nccl.all_reduce(x), residual)
+            return norm.add(self.all_reduce(x), residual)
         return self._buffers.all_reduce_norm(x, residual, norm)
 
     def release(self) -> None:

@@ -37,11 +37,11 @@ from windlass.models.rank_weights import (
     smallest_fit,
 )
 from windlass.models.share import share_weights
-from windlass.parallel.groups import first_numbers
+from windlass.parallel.groups import GlooGroup, first_numbers
 from windlass.parallel.mesh import Group, Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner import device as found
-from windlass.runner.collectives import choose_collectives
+from windlass.runner.collectives import SymmetricMemoryGroup, choose_collectives
 
 # Options that decide how weights are stored and multiplied.
 _WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
@@ -244,15 +244,24 @@ def load_network(
         choices=choices,
         why_not_batch_invariant=network.why_eager
         or _why_not_batch_invariant(layers, experts)
-        or _why_not_summed_in_order(parts),
+        or _why_not_summed_in_order(hparams, parts, blueprint.linears.gemm),
     )
 
 
-def _why_not_summed_in_order(parts: Parts) -> str | None:
-    """Why ranks do not sum in a fixed order; None: they do."""
-    if parts.device.type != "cuda" or parts.mesh.tp.size <= 2:
+def _why_not_summed_in_order(hparams: HParams, parts: Parts, gemm: TorchGemm) -> str | None:
+    """Why ranks do not sum in a fixed order; None: they do, in batch-invariant steps of `gemm`."""
+    ranks, why = (
+        parts.mesh.tp,
+        "NCCL sums more than two ranks in an order that depends on the batch",
+    )
+    if ranks.size <= 2 or parts.device.type != "cuda" or isinstance(ranks, GlooGroup):
         return None
-    return "NCCL sums more than two ranks in an order that depends on the batch"
+    if not isinstance(ranks, SymmetricMemoryGroup):
+        return why
+    if (found := ranks.why_not_in_order(hparams.hidden_size, parts.dtype)) is not None:
+        return f"{why}, and symmetric memory has no room: {found}"
+    ranks.is_batch_invariant = lambda: gemm.is_batch_invariant
+    return None
 
 
 def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:

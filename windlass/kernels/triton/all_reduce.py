@@ -143,6 +143,11 @@ class SharedBuffers:
             return f"more than {MAX_ROWS} rows"
         return None if x.shape[-1] * x.element_size() <= SLOT_BYTES else "a row exceeds its slot"
 
+    def all_reduce_in_parts(self, x: Tensor) -> Tensor:
+        """`all_reduce` for any number of rows."""
+        parts = x.reshape(-1, x.shape[-1]).split(MAX_ROWS)
+        return torch.cat([self.all_reduce(part) for part in parts]).view(x.shape)
+
     def all_reduce(self, x: Tensor, *, two_shot: bool | None = None) -> Tensor:
         """The sum of all ranks' tensors. `two_shot`: None chooses by size."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()

@@ -27,7 +27,7 @@ def cuda_executors(
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
-    Several stages verify eagerly: draft tokens cannot be verified before they were planned.
+    The last of several stages verifies eagerly. The others compute draft tokens in mixed graphs.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
     `max_draft_tokens`: 0 if there is no speculation.
