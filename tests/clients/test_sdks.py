@@ -122,6 +122,21 @@ def test_anthropic_thinks_and_calls(tiny: Server) -> None:
     assert message.stop_reason == "tool_use"
 
 
+class City(BaseModel):
+    """The SDK removes the limits of numbers and lists from schemas."""
+
+    name: Literal["Rome", "Paris"]
+
+
+def test_anthropic_parses_a_class(tiny: Server) -> None:
+    client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0)
+    options: Any = {"model": "tiny", "messages": HI, "max_tokens": 300}
+    message = client.messages.parse(**options, output_format=City, extra_body={"temperature": 0.0})
+    assert isinstance(message.parsed_output, City)
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        client.messages.create(**options, extra_body={"output_config": {"format": {"type": "x"}}})
+
+
 def test_ollama_follows_a_schema(tiny: Server) -> None:
     client = ollama.Client(host=tiny.url)
     options = {"temperature": 0, "num_predict": 300}

@@ -22,6 +22,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"thinking_token_budget": -1},
     {"reasoning": {"effort": "low", "max_tokens": 10, "exclude": True, "enabled": True}},
     {"top_logprobs": 0},
+    {"top_logprobs": 0, "logprobs": True},
+    {"metadata": {"a": "b"}, "safety_identifier": "x", "prompt_cache_key": "y", "user": "z"},
     {"parallel_tool_calls": True},
     {"messages": [{"role": "user", "content": "Hi", "id": "m1", "name": "Ann"}]},
     {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]},
@@ -46,6 +48,31 @@ def test_unknown_fields_are_named(server: Server) -> None:
         response = server.chat(max_tokens=2, temprature=1, frobnicate=2, stream=stream)
         assert response.status_code == 200
         assert response.headers["X-Windlass-Unknown-Fields"] == "temprature, frobnicate"
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/messages": {**MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/api/chat": {"model": "counter", **MESSAGES, "stream": False, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "counter", "prompt": "Hi", "options": {"num_predict": 2}},
+    "/api/show": {"model": "counter"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [72]},
+    "/apply-template": MESSAGES,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_unknown_fields_are_named_on_every_path(server: Server, path: str, caplog) -> None:
+    response = server.http.post(path, json={**PATHS[path], "frobnicate": 1})
+    assert response.status_code == 200, response.text
+    assert response.headers["X-Windlass-Unknown-Fields"] == "frobnicate"
+    assert f"{path}: unknown fields: 'frobnicate'" in caplog.text
+    assert "X-Windlass-Unknown-Fields" not in server.http.post(path, json=PATHS[path]).headers
 
 
 def test_many_unknown_fields_are_an_error(server: Server) -> None:

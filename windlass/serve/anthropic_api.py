@@ -35,6 +35,16 @@ class AnthropicTool(BaseModel):
     description: str | None = None
     input_schema: Json | None = None
     type: str | None = None
+    strict: bool | None = None
+
+
+class OutputConfig(BaseModel):
+    """How long the model should reason, and the format of its answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Json | None = None
 
 
 class CountedRequest(Body):
@@ -45,6 +55,7 @@ class CountedRequest(Body):
     tools: Annotated[list[AnthropicTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
+    output_config: OutputConfig | None = None
 
     def conversation(self) -> Json:
         """The fields of the chat request that make up its prompt."""
@@ -59,6 +70,9 @@ class CountedRequest(Body):
         if self.thinking is not None:
             enabled = self.thinking.get("type") != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": enabled}
+        if self.output_config is not None and self.output_config.effort is not None:
+            effort = self.output_config.effort
+            fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
         return fields
 
 
@@ -83,8 +97,21 @@ class MessagesRequest(CountedRequest):
             "stop": self.stop_sequences,
             "stream": self.stream,
             "thinking_token_budget": self._thinking_budget(),
+            "response_format": self._response_format(),
         }
         return ChatRequest.of(fields, self.num_bytes)
+
+    def _response_format(self) -> Json | None:
+        chosen = None if self.output_config is None else self.output_config.format
+        if chosen is None:
+            return None
+        if chosen.get("type") != "json_schema" or "schema" not in chosen:
+            raise RequestError(
+                'output_config.format must be {"type": "json_schema", "schema": {…}}; got '
+                f"{abbreviate(chosen)}.",
+                "output_config",
+            )
+        return {"type": "json_schema", "json_schema": chosen}
 
     def _thinking_budget(self) -> int | None:
         budget = (self.thinking or {}).get("budget_tokens")
@@ -99,7 +126,10 @@ class MessagesRequest(CountedRequest):
     def read_to_count(raw: bytes) -> TokenizeChatRequest:
         """Read the body of a count; the fields of a generation have no effect on it."""
         body = CountedRequest.read(raw)
-        return TokenizeChatRequest.of(body.conversation(), body.num_bytes)
+        chat = TokenizeChatRequest.of(body.conversation(), body.num_bytes)
+        known = MessagesRequest.model_fields
+        chat.add_unknown(error for error in body.unknown_fields if error.param not in known)
+        return chat
 
 
 def _texts(blocks: str | list[Json], what: str) -> str:
@@ -170,6 +200,8 @@ def _tool(tool: AnthropicTool) -> Json:
     function: Json = {"name": tool.name, "parameters": tool.input_schema or {}}
     if tool.description is not None:
         function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 

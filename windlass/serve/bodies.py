@@ -5,9 +5,10 @@ Large bodies are decoded and encoded in a thread, since the event loop serves al
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from windlass.serve.services import GenerationServices
 _log = logging.getLogger("windlass.serve")
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 _MAX_HEADER_CHARS = 1_000
@@ -54,6 +56,20 @@ def unknown_fields_header(request: Request) -> dict[str, str]:
     """A header with the names of the unknown fields of a request, if there were any."""
     names = getattr(request.state, "unknown_fields", None)
     return {"X-Windlass-Unknown-Fields": ", ".join(names)} if names else {}
+
+
+def names_unknown_fields(
+    endpoint: Callable[[S, Request], Awaitable[Response]],
+) -> Callable[[S, Request], Awaitable[Response]]:
+    """Add the header with unknown fields to the responses of an endpoint."""
+
+    @functools.wraps(endpoint)
+    async def named(self: S, request: Request) -> Response:
+        response = await endpoint(self, request)
+        response.headers.update(unknown_fields_header(request))
+        return response
+
+    return named
 
 
 def relaxed_header(request: Request, keywords: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.beam_response import BeamResponse
 from windlass.serve.bodies import (
+    names_unknown_fields,
     read_as,
     relaxed_header,
     reply,
@@ -97,6 +98,7 @@ class Generation:
         self._stored.delete(response_id, self._owner(request))
         return reply({"id": response_id, "object": "response", "deleted": True})
 
+    @names_unknown_fields
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
         services = self._services

@@ -8,7 +8,7 @@ from hashlib import sha256
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.serve.bodies import read_as, reply
+from windlass.serve.bodies import names_unknown_fields, read_as, reply
 from windlass.serve.formatters import Json
 from windlass.serve.ollama_api import OllamaShowRequest, model_name
 from windlass.serve.services import Services
@@ -41,6 +41,7 @@ class OllamaRoutes:
             }
         )
 
+    @names_unknown_fields
     async def show(self, request: Request) -> Response:
         body = await read_as(request, OllamaShowRequest.read, self._services)
         self._services.preparer.adapter_of(model_name(body.model or body.name))

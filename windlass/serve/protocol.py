@@ -6,6 +6,7 @@ converts the values for the engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -220,6 +221,10 @@ class Body(BaseModel):
     def unknown_fields(self) -> list[RequestError]:
         """The errors of fields that are not known; --unknown-fields decides about them."""
         return self._unknown
+
+    def add_unknown(self, errors: Iterable[RequestError]) -> None:
+        """Add unknown fields of the body that this one was made of."""
+        self._unknown = [*self._unknown, *errors]
 
     @property
     def num_bytes(self) -> int:

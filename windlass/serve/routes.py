@@ -17,7 +17,7 @@ from windlass.errors import RequestError
 from windlass.serve.admin import Admin
 from windlass.serve.api_docs import ApiDocs
 from windlass.serve.batch.routes import BatchRoutes, FileRoutes
-from windlass.serve.bodies import read_as, reply, reply_off_loop
+from windlass.serve.bodies import names_unknown_fields, read_as, reply, reply_off_loop
 from windlass.serve.console_routes import ConsoleRoutes
 from windlass.serve.generation import Generation
 from windlass.serve.health import Health
@@ -46,6 +46,7 @@ class Texts:
     def __init__(self, services: Services) -> None:
         self._services = services
 
+    @names_unknown_fields
     async def tokenize(self, request: Request) -> Response:
         preparer, report = self._services.preparer, self._services.client.report
         body = await read_as(request, _read_tokenize, self._services)
@@ -79,6 +80,7 @@ class Texts:
         token_bytes = self._services.card.tokenizer.token_bytes
         return {"tokens": [{"id": token, "piece": _piece(token_bytes(token))} for token in tokens]}
 
+    @names_unknown_fields
     async def detokenize(self, request: Request) -> Response:
         body = await read_as(request, DetokenizeRequest.read, self._services)
         self._services.preparer.adapter_of(body.model)
@@ -103,6 +105,7 @@ class Texts:
         text = tokenizer.decode(tokens, skip_special=False)
         return {"prompt": text, "content": text}  # vLLM's name and llama-server's
 
+    @names_unknown_fields
     async def apply_template(self, request: Request) -> Response:
         body = await read_as(request, TokenizeChatRequest.read, self._services)
         self._services.preparer.adapter_of(body.model)
