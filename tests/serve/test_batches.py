@@ -129,6 +129,7 @@ def test_a_batch_completes(server: Server) -> None:
     [
         ("/v1/completions", {"prompt": "Hi", "max_tokens": 2}, "text_completion"),
         ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}, "response"),
+        ("/v1/embeddings", {"input": ["Hi", "you"]}, "list"),
     ],
 )
 def test_other_endpoints(server: Server, url: str, body: dict[str, Any], kind: str) -> None:

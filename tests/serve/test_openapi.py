@@ -47,6 +47,7 @@ def test_the_document_is_whole(document: dict[str, Any]) -> None:
     for _, path, operation in operations(document):
         names = [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"]
         assert names == re.findall(r"\{(\w+)\}", path)
+        assert operation["tags"] != ["Other"], f"{path} has no entry in serve/openapi.py"
 
 
 def test_bodies_have_the_fields_of_the_protocol(document: dict[str, Any]) -> None:

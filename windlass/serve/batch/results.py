@@ -15,6 +15,8 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS results (
     batch_id TEXT, line INTEGER, failed INTEGER, text BLOB, PRIMARY KEY (batch_id, line)
 ) WITHOUT ROWID;
+-- Counting must not read the texts.
+CREATE INDEX IF NOT EXISTS results_by_failed ON results (batch_id, failed);
 """
 
 _ROWS_PER_READ = 256

@@ -132,8 +132,6 @@ class BatchRunner:
         try:
             await self._advance(batch)
             self.problems.pop(batch.id, None)
-        except FileNotFoundError:
-            await self._fail(batch, LineError("input_file_missing", "the input file is gone."))
         except StorageError as error:
             _log.error("%s waits: %s", batch.id, error)
             self.problems[batch.id] = LineError("storage_error", str(error))
@@ -148,7 +146,11 @@ class BatchRunner:
 
     async def _advance(self, batch: BatchRecord) -> None:
         path, rules = self._store.path_of(batch.input_file_id), self._rules(batch.endpoint)
-        found = await asyncio.to_thread(scan, path, rules)
+        if not path.exists():
+            await self._fail(batch, LineError("input_file_missing", "the input file is gone."))
+            return
+        with storage_errors(path):
+            found = await asyncio.to_thread(scan, path, rules)
         if batch.status == "validating":
             if found.errors:
                 await self._fail(batch, *found.errors)
