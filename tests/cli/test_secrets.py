@@ -34,6 +34,16 @@ def test_an_empty_variable_is_rejected(name: str) -> None:
         with_environment_keys({}, {name: ""})
 
 
+def test_the_cluster_secret_is_removed_from_the_environment() -> None:
+    environment = {"WINDLASS_CLUSTER_SECRET": "a long enough secret"}
+    two = {"nnodes": 2, "tensor_parallel_size": 2}
+    parallel = Options(with_environment_keys(two, environment)).engine().parallel
+    assert parallel.cluster_secret == "a long enough secret"
+    assert environment == {}
+    one = with_environment_keys({}, {"WINDLASS_CLUSTER_SECRET": "a long enough secret"})
+    assert one == {}, "with one machine there is no use for it"
+
+
 PROGRAM = """
 import sys
 from tests.serve.fakes import CARD, counting

@@ -16,10 +16,13 @@ from windlass.config import ParallelConfig
 from windlass.errors import ConfigError, EngineError
 from windlass.parallel import rendezvous
 from windlass.parallel.rendezvous import (
+    Hello,
     Identity,
+    Join,
     MasterGone,
     Nodes,
     Start,
+    Welcome,
     identify,
     join_master,
     listen,
@@ -165,6 +168,23 @@ def test_another_service_at_the_port() -> None:
             join_master(own, Identity({}, b""), again=False)
 
 
+def test_a_false_node_0_is_not_obeyed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as service:
+
+        def welcome() -> None:
+            link, _ = service.accept()
+            with link:
+                send_frame(link, Hello(rendezvous._PROTOCOL, b"nonce"))
+                receive_frame(link, Join)
+                send_frame(link, Welcome(bytes(32)))
+                link.recv(1)
+
+        threading.Thread(target=welcome).start()
+        own = config(master_port=service.getsockname()[1], node_rank=1)
+        with pytest.raises(ConfigError, match="does not know the cluster secret of node 1"):
+            join_master(own, Identity({}, b""), again=False)
+
+
 def test_time_limits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(rendezvous, "_PROGRESS_S", 0.0)
     caplog.set_level("INFO")
@@ -180,7 +200,7 @@ def test_time_limits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     parallel = config(master_port=own.master_port, node_timeout=0.3)
     with pytest.raises(EngineError, match=r"node 1 did not join within .* --node-rank 1, with the"):
         Nodes(master, parallel).wait(lambda: None)
-    assert "waiting for node 1" in caplog.text
+    assert "waiting for other nodes for 0 s: node 1 did not join yet" in caplog.text
     master.listener.close()
 
 

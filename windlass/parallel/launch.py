@@ -75,10 +75,11 @@ class RankProcesses:
     """
 
     def __init__(
-        self, parallel: ParallelConfig, prepare: Callable[[], None], ranks: range, where: str = ""
+        self, parallel: ParallelConfig, prepare: Callable[[], None], ranks: range, owner: str
     ) -> None:
-        """Start the processes, which call `prepare` and wait for `build`. `where`: for messages."""
-        self._where = where
+        """Start the processes, which call `prepare` and wait for a build. `owner`: for messages."""
+        self._owner = owner
+        self._where = f" on {owner}" if parallel.node_rank else ""
         self._ranks = ranks
         tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         own = parallel.node_ranks
@@ -92,7 +93,7 @@ class RankProcesses:
         self._near = [own for own, _ in pairs]
         self._segment = make_ring(len(ranks))
         self._sender = Sender(self._segment, self._near)
-        self._failure: EngineError | None = None
+        self.failure: EngineError | None = None
         self._suspect: tuple[float, EngineError] | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -130,8 +131,19 @@ class RankProcesses:
 
     def check(self) -> None:
         """Raise if a rank is lost."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
+
+    def lost(self, error: BaseException) -> EngineError:
+        """The error to raise after a command failed here: the ranks cannot go on either."""
+        # The end of a rank may be the reason, and be noticed a little later.
+        deadline = time.monotonic() + _BLAME_S + 2 * HEARTBEAT_S
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.failure is None:
+            self._fail(WorkerDied(f"{self._owner} failed: {type(error).__name__}: {error}"))
+        assert self.failure is not None
+        return self.failure
 
     @property
     def _built(self) -> bool:
@@ -200,7 +212,7 @@ class RankProcesses:
                 self._fail(WorkerDied(f"{link.name} hangs: no heartbeat for {silent:.1f} s."))
         if self._suspect is not None and now - self._suspect[0] > _BLAME_S:
             self._fail(self._suspect[1])
-        return not self._closed and self._failure is None
+        return not self._closed and self.failure is None
 
     def _read(self, link: _Link) -> bool:
         """Take one report of a link; False: it is closed."""
@@ -208,22 +220,27 @@ class RankProcesses:
         if report is None:
             return False
         rank, frame = report
-        if frame:
+        if not frame:
+            return True
+        try:
             message = _decode(frame)
-            if isinstance(message, Failed):
-                link.failed = True
-                self._poll.unregister(link.socket)
-                self._blame(rank, message)
-            else:
-                if message.value == BUILT:
-                    self._unbuilt.discard(rank)
-                self.heard_from(rank, frame, message)
+        except msgspec.DecodeError as error:
+            self._fail(EngineError(f"a message of {link.name} cannot be decoded: {error}."))
+            return True
+        if isinstance(message, Failed):
+            link.failed = True
+            self._poll.unregister(link.socket)
+            self._blame(rank, message)
+            return True
+        if message.value == BUILT:
+            self._unbuilt.discard(rank)
+        self.heard_from(rank, frame, message)
         return True
 
     def _blame(self, rank: int, failed: Failed) -> None:
         """Take the error of a rank. One that is not Windlass' own waits: another rank may be lost."""
         kind = getattr(errors, failed.kind, None)
-        if kind is not None:
+        if isinstance(kind, type) and issubclass(kind, EngineError):
             self._fail(kind(failed.text))
         elif self._suspect is None:
             text = f"rank {rank}{self._where}: {failed.text}"
@@ -237,9 +254,9 @@ class RankProcesses:
 
     def _fail(self, error: EngineError) -> None:
         with self._lock:
-            if self._failure is not None or self._closed:
+            if self.failure is not None or self._closed:
                 return
-            self._failure = error
+            self.failure = error
         _log.error("%s The replica ends.", error)
         for process in self._processes:
             process.kill()
@@ -271,7 +288,7 @@ class Ranks(RankProcesses):
         self._parallel = parallel
         self._replies = {rank: queue.SimpleQueue[Reply]() for rank in range(1, parallel.num_ranks)}
         self._far: list[socket.socket] = []
-        super().__init__(parallel, prepare, range(1, parallel.ranks_per_node))
+        super().__init__(parallel, prepare, range(1, parallel.ranks_per_node), "rank 0")
         self.place = Place(0, parallel, self._store(), self._exchanges.get(0))
 
     def _expected(self) -> set[int]:
@@ -322,21 +339,10 @@ class Ranks(RankProcesses):
                 return self._replies[rank].get(timeout=HEARTBEAT_S).value
             self.check()
 
-    def lost(self, error: BaseException) -> EngineError:
-        """The error to raise after a command failed here: the other ranks cannot go on either."""
-        # The end of a rank may be the reason, and be noticed a little later.
-        deadline = time.monotonic() + _BLAME_S + 2 * HEARTBEAT_S
-        while self._failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if self._failure is None:
-            self._fail(WorkerDied(f"rank 0 failed: {type(error).__name__}: {error}"))
-        assert self._failure is not None
-        return self._failure
-
     def close(self, reason: str = "") -> None:
         """End the ranks. `reason`: why, for other machines; empty: as intended."""
         if not self._closed:
-            self._end_nodes(reason or str(self._failure or ""))
+            self._end_nodes(reason or str(self.failure or ""))
             super().close()
             if self._nodes is not None:
                 self._nodes.close()

@@ -52,9 +52,8 @@ class NodeRanks(RankProcesses):
         parallel = work.parallel
         self._reports = reports
         self._link = link
-        self.error: EngineError | None = None
-        name = f" on node {parallel.node_rank}"
-        super().__init__(parallel, work.prepare, parallel.node_ranks, name)
+        owner = f"node {parallel.node_rank}"
+        super().__init__(parallel, work.prepare, parallel.node_ranks, owner)
 
     def build(self, work: NodeWork, start: Start) -> None:
         store = StoreServer(
@@ -66,15 +65,17 @@ class NodeRanks(RankProcesses):
 
     def relay(self, message: bytes) -> None:
         """Send a command of rank 0 to the ranks."""
-        self._sender.send(message, self.check)
+        try:
+            self._sender.send(message, self.check)
+        except OSError as error:
+            raise self.lost(error) from error
 
     def heard_from(self, rank: int, frame: bytes, reply: Reply) -> None:
         self._reports.send(rank, frame)
         if reply.value == BUILT and self._built:
-            _log.info("the ranks%s are ready", self._where)
+            _log.info("the ranks of %s are ready", self._owner)
 
     def lost_all(self, error: EngineError) -> None:
-        self.error = error
         self._reports.send(self._ranks[0], Failed.of(error).encoded())
         with contextlib.suppress(OSError):  # ends the wait for the next command
             self._link.shutdown(socket.SHUT_RDWR)
@@ -128,17 +129,16 @@ def _serve_engine(work: NodeWork, link: socket.socket) -> str:
         ranks.build(work, start)
         while (message := receiver.receive()) is not None:
             ranks.relay(message)
-    except (EngineError, OSError):
-        if ranks.error is None:
-            raise
+    except EngineError as error:
+        return str(error)
     except _Stopped as stopped:
-        error = WorkerDied(f"node {work.parallel.node_rank} ends: {stopped}.")
-        reports.send(work.parallel.node_ranks[0], Failed.of(error).encoded())
+        reason = WorkerDied(f"node {work.parallel.node_rank} ends: {stopped}.")
+        reports.send(work.parallel.node_ranks[0], Failed.of(reason).encoded())
         raise
     finally:
         ranks.close()
-    if ranks.error is not None:
-        return str(ranks.error)
+    if ranks.failure is not None:
+        return str(ranks.failure)
     if receiver.end_reason is None:
         return "the connection to node 0 is lost: its engine died, or the network failed."
     return receiver.end_reason

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ _MAX_HANDSHAKES = 8
 _MIN_SECRET = 16
 _LENGTH = struct.Struct("<I")
 _PROTOCOL = "windlass-nodes-1"
+_NOT_READY = "its engine is not ready"
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -127,6 +128,23 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may stand for another address later
         return host == "localhost"
+
+
+class _Wait:
+    """A wait of at most `limit_s`, with a line in the log every _PROGRESS_S."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        self._what = what
+        self._limit_s = limit_s
+        self._began = self._shown = time.monotonic()
+
+    def goes_on(self, problem: str) -> bool:
+        """Whether there is time left."""
+        now = time.monotonic()
+        if now - self._shown > _PROGRESS_S:
+            self._shown = now
+            _log.info("waiting for %s for %.0f s: %s", self._what, now - self._began, problem)
+        return now - self._began <= self._limit_s
 
 
 # ---- frames ------------------------------------------------------------------------------------
@@ -304,12 +322,13 @@ class Nodes:
 
     def wait(self, check: Callable[[], None]) -> list[JoinedNode]:
         """Wait until all nodes are there, and return them in order. `check` raises if a rank is lost."""
-        began = shown = time.monotonic()
         parallel = self._parallel
+        limit_s = parallel.node_timeout
         command = (
-            f"--nnodes {parallel.nnodes} --master-addr {parallel.master_addr} --master-port "
-            f"{parallel.master_port} --node-rank"
+            f"windlass serve MODEL --nnodes {parallel.nnodes} --master-addr {parallel.master_addr} "
+            f"--master-port {parallel.master_port} --node-rank"
         )
+        wait = _Wait("other nodes", limit_s)
         while True:
             check()
             with self._lock:
@@ -319,16 +338,10 @@ class Nodes:
                     self._started = True
                     return [self._joined[rank] for rank in range(1, parallel.nnodes)]
             names = " and ".join(f"node {rank}" for rank in missing)
-            now = time.monotonic()
-            if now - began > parallel.node_timeout:
+            start = f"Start there: {command} {missing[0]}, with the same other options."
+            if not wait.goes_on(f"{names} did not join yet. {start}"):
                 raise EngineError(
-                    f"{names} did not join within --node-timeout {parallel.node_timeout:g} s. Start "
-                    f"there: windlass serve MODEL {command} {missing[0]}, with the same other options."
-                )
-            if now - shown > _PROGRESS_S:
-                shown = now
-                _log.info(
-                    "waiting for %s for %.0f s (%s %d ...)", names, now - began, command, missing[0]
+                    f"{names} did not join within --node-timeout {limit_s:g} s. {start}"
                 )
             time.sleep(_RETRY_S)
 
@@ -364,78 +377,80 @@ def join_master(parallel: ParallelConfig, identity: Identity, *, again: bool) ->
     time: the server may sleep.
     """
     where = f"{parallel.master_addr} port {parallel.master_port}"
-    began = shown = time.monotonic()
+    limit_s = parallel.node_timeout
+    wait = _Wait(f"node 0 at {where}", limit_s)
     while True:
+        problem = _NOT_READY
         try:
-            link = _connect(parallel, identity, None if again else began + parallel.node_timeout)
+            link = _connect(parallel, identity, wait, again=again)
             if isinstance(link, socket.socket):
+                _log.info("node %d has joined node 0 at %s", parallel.node_rank, where)
                 return link
             if link is not None and not (again and link.taken):
                 reason = "".join(char for char in link.reason if char.isprintable())
                 raise ConfigError(f"node 0 refuses node {parallel.node_rank}: {reason}")
-            problem = "its engine is not ready"
         except ConnectionRefusedError as error:
             if again:
                 raise MasterGone(f"the server of node 0 at {where} has ended") from error
             problem = "connection refused"
         except OSError as error:
             problem = error.strerror or str(error)
-        now = time.monotonic()
-        if now - began > parallel.node_timeout:
+        if not wait.goes_on(problem):
             raise EngineError(
-                f"node 0 at {where} did not answer within --node-timeout {parallel.node_timeout:g} s: "
-                f"{problem}. Start windlass serve with --node-rank 0 there, and check --master-addr, "
-                "--master-port and the firewall."
+                f"node 0 at {where} did not answer within --node-timeout {limit_s:g} s: {problem}. "
+                "Start windlass serve with --node-rank 0 there, and check --master-addr, --master-port "
+                "and the firewall."
             )
-        if now - shown > _PROGRESS_S:
-            shown = now
-            _log.info("waiting for node 0 at %s for %.0f s: %s", where, now - began, problem)
         time.sleep(_RETRY_S)
 
 
 def _connect(
-    parallel: ParallelConfig, identity: Identity, deadline: float | None
+    parallel: ParallelConfig, identity: Identity, wait: _Wait, *, again: bool
 ) -> socket.socket | Refused | None:
-    """The link to node 0, or its refusal; None: node 0 has closed it before it took this node."""
+    """The link to node 0, or its refusal; None: node 0 did not take the connection, or closed it."""
     address = (parallel.master_addr, parallel.master_port)
     with contextlib.ExitStack() as undo:
         link = undo.enter_context(socket.create_connection(address, timeout=_HANDSHAKE_S))
         link.settimeout(None)
         keep_alive(link)
-        # No engine takes the connection while one is being started.
+        # No engine takes the connection while one is being started, or the server sleeps.
         poll = select.poll()
         poll.register(link, select.POLLIN)
         while not poll.poll(1000 * _RETRY_S):
-            if deadline is not None and time.monotonic() > deadline:
+            if not wait.goes_on(_NOT_READY) and not again:
                 return None
         limit_reads(link, _HANDSHAKE_S)
         try:
-            hello = receive_frame(link, Hello)
-            if hello is None:
-                return None
-            if hello.protocol != _PROTOCOL:
-                _refuse_protocol(f"it speaks {hello.protocol[:80]!r}, and this node {_PROTOCOL!r}")
-            nonce, rank = os.urandom(32), parallel.node_rank
-            proof = identity.proof("node", hello, nonce=nonce, node_rank=rank)
-            send_frame(link, Join(rank, dict(identity.facts), nonce, proof))
-            answer: Welcome | Refused | None = receive_frame(link, Welcome | Refused)  # type: ignore[arg-type]
+            answer = _introduce(link, identity, parallel.node_rank)
         except msgspec.DecodeError as error:
-            _refuse_protocol(str(error))
-        if answer is None or isinstance(answer, Refused):
-            return answer
-        expected = identity.proof("master", hello, nonce=nonce, node_rank=rank)
-        if not hmac.compare_digest(expected, answer.proof):
             raise ConfigError(
-                f"the process at {address[0]} port {address[1]} does not know the cluster secret of "
-                f"node {rank}. Give all machines the same --cluster-secret-file."
-            )
+                f"the process at {address[0]} port {address[1]} is no node 0 of this version: {error}. "
+                "Check --master-addr and --master-port, and use the same version of Windlass on all "
+                "machines."
+            ) from error
+        if not isinstance(answer, Welcome):
+            return answer
         limit_reads(link, 0)
         undo.pop_all()
         return link
 
 
-def _refuse_protocol(found: str) -> NoReturn:
-    raise ConfigError(
-        f"the process at --master-addr and --master-port is no node 0 of this version: {found}. Check "
-        "address and port, and use the same version of Windlass on all machines."
-    )
+def _introduce(link: socket.socket, identity: Identity, rank: int) -> Welcome | Refused | None:
+    """Prove the secret to node 0, and check that it knows it, too; None: it has closed the link."""
+    hello = receive_frame(link, Hello)
+    if hello is None:
+        return None
+    if hello.protocol != _PROTOCOL:
+        raise msgspec.DecodeError(f"it speaks {hello.protocol[:80]!r}, not {_PROTOCOL!r}")
+    nonce = secrets.token_bytes(32)
+    proof = identity.proof("node", hello, nonce=nonce, node_rank=rank)
+    send_frame(link, Join(rank, dict(identity.facts), nonce, proof))
+    answer: Welcome | Refused | None = receive_frame(link, Welcome | Refused)  # type: ignore[arg-type]
+    if isinstance(answer, Welcome):
+        expected = identity.proof("master", hello, nonce=nonce, node_rank=rank)
+        if not hmac.compare_digest(expected, answer.proof):
+            raise ConfigError(
+                f"the process at --master-addr does not know the cluster secret of node {rank}. Give all "
+                "machines the same --cluster-secret-file."
+            )
+    return answer
