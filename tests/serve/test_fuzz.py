@@ -15,6 +15,7 @@ from tests.serve.test_prepare import chat, complete, preparer_of
 from windlass.errors import RequestError
 from windlass.serve import messages
 from windlass.serve.fields import _IGNORED, _NEUTRAL
+from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 from windlass.text.chat_template import ChatTemplate
 
@@ -24,9 +25,12 @@ ENDPOINTS = [
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/completion",
+    "/infill",
 ]
+MODELS = (ChatRequest, CompletionRequest, LlamaCompletionRequest, LlamaInfillRequest)
 FIELDS = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_NEUTRAL, *_IGNORED}
+    {*(name for model in MODELS for name in model.model_fields), *_NEUTRAL, *_IGNORED, "content"}
     - {"messages", "prompt", "max_tokens"}
 )
 # Values that overflow, are empty, or have an unexpected type.
