@@ -360,3 +360,12 @@ def test_speculation_does_not_change_embeddings(model: tuple[Path, torch.nn.Modu
     want = embedded(llm_of(model[0]), PROMPTS)
     llm = llm_of(model[0], spec="ngram")
     assert torch.equal(embedded(llm, PROMPTS), want)
+
+
+@pytest.mark.parametrize("pooling_type", ["last", "mean"])
+def test_networks_of_transformers_pool_too(
+    pooling_type: str, model: tuple[Path, torch.nn.Module]
+) -> None:
+    llm = llm_of(model[0], model_impl="transformers", dtype="float32", pooling_type=pooling_type)
+    want = torch.stack([vector(model[1], prompt, pooling_type) for prompt in PROMPTS])
+    torch.testing.assert_close(embedded(llm, PROMPTS), want, atol=1e-5, rtol=1e-5)

@@ -85,7 +85,8 @@ class Scoring:
         unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
         index = {text: i for i, text in enumerate(_texts(pairs))}
         queries, documents = ([index[text] for text in texts] for texts in zip(*pairs, strict=True))
-        return [float(score) for score in (unit[queries] * unit[documents]).sum(axis=1)]
+        cosines = (unit[queries] * unit[documents]).sum(axis=1)
+        return [float(score) for score in cosines.clip(-1.0, 1.0)]
 
 
 def _texts(pairs: Sequence[Pair]) -> list[str]:
