@@ -27,6 +27,7 @@ from tests.runner.memory_walk import walk
 from windlass.core.blocks import BlockPool
 from windlass.core.grammars import NoGrammars
 from windlass.core.limits import SchedulerLimits
+from windlass.core.pooling import PoolingParams
 from windlass.core.reasoning import ReasoningPhase
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
@@ -425,6 +426,7 @@ def generate(
     prompts: int = 11,
     num_groups: int = 1,
     num_stages: int = 1,
+    pooling: Sequence[PoolingParams | None] = (None,),
 ) -> dict[str, list[Output]]:
     num_blocks = 60 * num_groups
     limits = SchedulerLimits(
@@ -442,7 +444,8 @@ def generate(
     for i in range(prompts):
         sampling = params[i % len(params)]
         prompt = [random.randrange(VOCAB) for _ in range(random.randrange(1, 30))]
-        engine.add(NewRequest(str(i), prompt, sampling))
+        pooled = pooling[i % len(pooling)]
+        engine.add(NewRequest(str(i), prompt, sampling, pooling=pooled))
         found[str(i)] = []
     while engine.has_work:
         for output in engine.step():
@@ -545,6 +548,25 @@ def test_graphs_equal_eager_steps(name: str, overlap: bool) -> None:
         assert counting.executors["mixed graph"] > 2
         assert set(counting.refusals) >= {("decode graph", "not every row decodes one token")}
     assert backend.num_replays == sum(counting.executors.values()) - counting.executors["eager"]
+
+
+@inside
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pooling_type", ["last", "mean"])
+def test_graphs_pool_as_eager_steps(pooling_type: Any, overlap: bool) -> None:
+    """The mixed graphs return hidden states of sampled positions; mean pooling reads all."""
+    pooling = (None, PoolingParams(pooling_type=pooling_type, use_activation=False))
+    want = generate(Counting(eager_runner()), CASES["greedy"], overlap=False, pooling=pooling)
+    runner, _ = graph_runner()
+    counting = Counting(runner)
+    got = generate(counting, CASES["greedy"], overlap=overlap, pooling=pooling)
+    same(got, want)
+    for i, outputs in enumerate(want.values()):
+        assert (outputs[-1].pooled is not None) == bool(i % 2)
+        assert got[str(i)][-1].pooled == outputs[-1].pooled
+    refused = ("mixed graph", "all hidden states are read") in counting.refusals
+    assert refused == (pooling_type == "mean")
+    assert counting.executors["mixed graph"] > 2 or pooling_type == "mean"
 
 
 @inside

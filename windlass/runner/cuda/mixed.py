@@ -254,8 +254,6 @@ class MixedGraphs(Executor):
     def _refuses_results(self, shape: StepShape) -> str | None:
         if shape.needs_all_hidden or shape.scores_prompts:
             return "all hidden states are read"
-        if shape.pools:
-            return "hidden states are pooled"
         if shape.has_drafts:
             return "a row verifies draft tokens"
         if shape.draft_length and shape.special_sampling:
@@ -324,7 +322,7 @@ class MixedForward:
         at = arrays.logits_indices
         tokens = sampler.draw(logits, token_slots[at], positions[at])
         if drafter is None:
-            return tokens, logits
+            return tokens, logits, hidden
         following = ids.roll(-1)
         following[arrays.ends[0]] = arrays.ends[1]
         following[at] = tokens
@@ -338,4 +336,4 @@ class MixedForward:
             decode_batch=metadata.decode_batch,
         )
         drafts = drafter.draft(found, shape.drafting)
-        return torch.cat((tokens[:, None], drafts), dim=1), logits
+        return torch.cat((tokens[:, None], drafts), dim=1), logits, hidden

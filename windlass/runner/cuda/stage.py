@@ -27,6 +27,7 @@ class GraphStage:
         self.sampler = sampling if isinstance(sampling, DeviceSampler) else None
         self.backend = backend or CudaBackend() if self.sampler is None else self.sampler.backend
         self.is_last = self._pipeline.is_last
+        self._pooler = parts.pooler
         self._device = parts.slots.device
         self._hidden: Tensor | None = None
         if not self._pipeline.is_first:
@@ -55,7 +56,11 @@ class GraphStage:
             self._pipeline.receive_into(self._hidden[:count])
         graph.replay()
         if self.sampler is not None:
-            return SampledStep(inputs, self.sampler.collect(inputs, *graph.outputs))
+            tokens, logits, *sampled = graph.outputs
+            vectors = None
+            if inputs.shape.pools:
+                vectors = self._pooler.start(inputs, sampled[0], gathered=True)
+            return SampledStep(inputs, self.sampler.collect(inputs, tokens, logits), vectors)
         (hidden,) = graph.outputs
         self._pipeline.send(hidden[:count].clone())  # the next replay overwrites it
         return PASSED_ON

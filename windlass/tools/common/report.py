@@ -150,6 +150,14 @@ COLUMNS: dict[str, Columns] = {
         "relay_us": "other machine's relay, µs",
         "rank_us": "other rank, µs",
     },
+    "embeddings": {
+        "prompts": "prompts",
+        "tokens_each": "tokens of each",
+        "result": "result",
+        "prompts_s": "prompts/s",
+        "tok_s": "tok/s",
+        "ratio": "ratio",
+    },
     "tensor_parallel": {
         "model": "model",
         "workload": "workload",
