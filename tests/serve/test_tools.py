@@ -183,6 +183,13 @@ def test_the_template_renders_tools_calls_and_results(server: Server) -> None:
     assert "<tool>Sunny." in text
 
 
+def test_the_template_does_not_see_strict(server: Server) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    messages = [{"role": "user", "content": "Hi"}]
+    expected = render(server, messages=messages, tools=[WEATHER])
+    assert render(server, messages=messages, tools=[strict]) == expected
+
+
 def test_a_template_without_tools_gets_plain_messages(plain_server: Server) -> None:
     text = render(plain_server, messages=HISTORY, tools=[WEATHER])
     assert text.startswith("<system>You can call tools.")

@@ -27,7 +27,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """One item of `tools`. The chat template gets all its fields."""
+    """One item of `tools`. The chat template gets all its fields but `strict`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -44,7 +44,8 @@ class ToolUse:
     parallel: bool
 
     def for_template(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        hidden = {"function": {"strict"}}  # concerns the server, not the model
+        return [tool.model_dump(exclude_none=True, exclude=hidden) for tool in self.tools]
 
     @property
     def tool_set(self) -> ToolSet:
