@@ -87,6 +87,7 @@ def _run(line: str, options: list[ours.Option] = SERVER) -> tuple[dict[str, Any]
         ("m --dist-init-addr h:5", {"master_addr": "h", "master_port": 5}),
         ("m --tool-call-parser qwen25 --reasoning-parser deepseek_r1", {"tool_call_parser": "hermes", "reasoning_parser": "think"}),
         ("m --runner pooling --pooling mean", {"task": "embed", "pooling_type": "mean"}),
+        ("m --api-server-count 2 --no-webui", {"http_workers": 2, "console": False}),
         ("m --quantization bitsandbytes", {"quantization": "nf4"}),
     ],
 )  # fmt: skip

@@ -692,6 +692,24 @@ _SERVER_FLAGS = (
         "nothing",
         "an idle server uses no CPU, and POST /sleep is always on, with --admin-key.",
     ),
+    _alias(
+        "--api-server-count -asc --tokenizer-worker-num --threads-http",
+        f"{VLLM}, {SGLANG}, {LLAMA}",
+        "--http-workers",
+    ),
+    _alias("--ui --webui", LLAMA, "--console", "nothing"),
+    _alias("--no-ui --no-webui", LLAMA, "--no-console", "nothing"),
+    _refused(
+        "--reasoning-budget",
+        LLAMA,
+        'a field of requests: "thinking_token_budget": N.',
+        unset=("-1",),
+    ),
+    _refused(
+        "--disable-fastapi-docs",
+        VLLM,
+        "GET /docs describes the API and nothing else; a proxy can hide it.",
+    ),
     _alias("--disable-log-stats", VLLM, "--log-stats-interval 0", "nothing"),
     _alias("--log-jsonl", LLAMA, "--log-format json", "nothing"),
     _ignored(
@@ -725,7 +743,7 @@ _SERVER_FLAGS = (
         _LLGUIDANCE,
     ),
     _ignored(
-        "--threads-http --timeout -to",
+        "--timeout -to",
         LLAMA,
         "value",
         "connections have limits of their own; docs/serving.md lists them.",
