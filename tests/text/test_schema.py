@@ -173,7 +173,8 @@ def test_unknown_formats_are_annotations() -> None:
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     names = ("not", "if", "format", "pattern", "uniqueItems", "properties", "contains")
-    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    properties = {name: {"type": "string"} for name in names}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
     assert adapt(schema).schema == schema
     assert adapt(schema).unsupported == ()
     values = {"enum": [{"not": 1}], "default": {"format": "x"}, "const": {"pattern": r"\d"}}
@@ -209,3 +210,17 @@ def test_keywords_without_effect_are_no_problem() -> None:
     schema = {"type": "array", "items": NUMBER, "uniqueItems": False, "$dynamicAnchor": "a"}
     assert adapt(schema).unsupported == ()
     assert accepts(schema, [1], strictness="strict")
+
+
+def test_properties_that_are_not_listed_need_additional_properties() -> None:
+    assert accepts(OBJECT, {"a": 1, "b": 2})
+    assert not accepts(OBJECT, {"a": 1, "c": 2})
+    assert accepts({**OBJECT, "additionalProperties": True}, {"a": 1, "c": 2})
+    assert accepts({"type": "object"}, {"c": 2})
+
+
+def test_parts_of_a_combination_stay_open() -> None:
+    other = {"type": "object", "properties": {"c": NUMBER}, "required": ["c"]}
+    assert accepts({"allOf": [OBJECT, other]}, {"a": 1, "c": 2})
+    assert accepts({**OBJECT, "anyOf": [other]}, {"a": 1, "c": 2})
+    assert not accepts({"anyOf": [OBJECT, other]}, {"a": 1, "d": 2})

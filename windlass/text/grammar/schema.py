@@ -34,6 +34,8 @@ _FORMATS = frozenset(
 # Where schemas are inside of a schema; all other keywords have values.
 _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_COMBINATIONS = ("allOf", "anyOf", "oneOf")
+_DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
 # Keywords that no grammar of llguidance enforces, and those that are part of another.
 _UNSUPPORTED = {
@@ -88,12 +90,17 @@ class _Adapter:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
+        # Closing a part of a combination would forbid the properties of the others.
+        self._may_close = not _mentions_all_of(root)
         self.unsupported: list[str] = []
 
-    def schema(self, given: Any, path: str) -> Any:
+    def schema(self, given: Any, path: str, is_part: bool = False) -> Any:
+        """Adapt one schema; `is_part`: another schema holds for the same value."""
         if not isinstance(given, dict):
             return given
         out = dict(given)
+        if self._may_close and not is_part:
+            _close(out)
         self._drop(out, path)
         _rewrite_dependencies(out)
         self._names(out, path)
@@ -106,7 +113,10 @@ class _Adapter:
                     key: self.schema(each, f"{at}/{_escaped(key)}") for key, each in value.items()
                 }
             elif name in _LISTS and isinstance(value, list):
-                out[name] = [self.schema(each, f"{at}/{i}") for i, each in enumerate(value)]
+                of_part = name in _COMBINATIONS and (is_part or "properties" in out)
+                out[name] = [
+                    self.schema(each, f"{at}/{i}", of_part) for i, each in enumerate(value)
+                ]
             elif name in _SCHEMAS:
                 out[name] = self.schema(value, at)
         return out
@@ -172,10 +182,27 @@ class _Adapter:
                     self._note(name, path)
 
 
+def _close(out: Schema) -> None:
+    """Allow only the listed properties where a schema does not say otherwise, as other engines do.
+
+    The standard allows any others, and a small model may never stop to invent them.
+    """
+    others = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
+    combined = (*_COMBINATIONS, "$ref", "if", *_DEPENDENCIES)
+    if out.get("properties") and not any(name in out for name in (*others, *combined)):
+        out["additionalProperties"] = False
+
+
+def _mentions_all_of(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "allOf" in value or any(map(_mentions_all_of, value.values()))
+    return isinstance(value, list) and any(map(_mentions_all_of, value))
+
+
 def _rewrite_dependencies(out: Schema) -> None:
     """Express dependencies with anyOf: a property is absent, or what depends on it holds."""
     rules = []
-    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+    for keyword in _DEPENDENCIES:
         for name, need in _items(out, keyword):
             needed = {"required": need} if isinstance(need, list) else need
             present = {"allOf": [{"required": [name]}, needed]}
