@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.serve.browser import Page, find_chromium, open_browser
@@ -159,6 +160,19 @@ def test_a_reused_id_is_listed_once_and_first(server: Server) -> None:
     listed = server.http.get("/console/requests?limit=3").json()["data"]
     assert [each["id"] for each in listed][:2] == ["chatcmpl-first", "chatcmpl-second"]
     assert "chatcmpl-first" not in [each["id"] for each in listed][1:]
+
+
+def test_figures_of_http_workers_are_added_up() -> None:
+    with running(http_workers=2) as server:
+        assert server.http.get("/", headers=HTML).status_code == 200
+        for _ in range(6):  # on new connections, which the workers share
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+            httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
+        state = server.http.get("/console/state").json()
+        assert {state["latencies"][name]["counts"][-1] for name in ("ttft", "tpot", "queue")} == {6}
+        listed = server.http.get("/console/requests").json()["data"]
+        assert [each["path"] for each in listed] == ["/v1/chat/completions"] * 6
+        assert all(each["state"] == "ended" for each in listed)
 
 
 def test_a_wheel_has_the_files(tmp_path: Path) -> None:

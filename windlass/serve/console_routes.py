@@ -72,6 +72,7 @@ class ConsoleRoutes:
     async def state(self, request: Request) -> Response:
         """The current figures; counters count since the start of each engine."""
         services = self._services
+        await services.metrics.refresh_workers()
         costs, backlog = services.costs, services.client.backlog
         health = services.readiness()
         return reply(

@@ -14,7 +14,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    Metric,
     generate_latest,
 )
 
@@ -179,13 +178,9 @@ class Metrics:
 
     def latencies(self) -> dict[str, dict[str, list[float | None]]]:
         """Cumulative counts of the latency histograms by upper bound; the last bound is None."""
-        names = {
-            "ttft": "time_to_first_token_seconds",
-            "tpot": "request_time_per_output_token_seconds",
-            "queue": "request_queue_time_seconds",
-        }
-        metrics = {metric.name: metric for metric in self._all().collect()}
-        return {key: _buckets(metrics[PREFIX + name]) for key, name in names.items()}
+        histograms = {"ttft": self._ttft, "tpot": self._tpot, "queue": self._queue}
+        others = self.workers.samples() if self.workers is not None else ()
+        return {name: _buckets(histogram, others) for name, histogram in histograms.items()}
 
     def observe_stats(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the difference of two stats of a replica's engine; a new engine counts from zero."""
@@ -241,10 +236,16 @@ class Metrics:
             self._tpot.observe(decode_s / (num_tokens - 1))
 
 
-def _buckets(metric: Metric) -> dict[str, list[float | None]]:
-    buckets = [each for each in metric.samples if each.name.endswith("_bucket")]
-    bounds = [float(each.labels["le"]) for each in buckets]
+def _buckets(histogram: Histogram, others: Sequence[MetricSample]) -> dict[str, list[float | None]]:
+    """The buckets of a histogram, with those of other processes; cheaper than to collect a registry."""
+    [metric] = histogram.collect()
+    name = f"{metric.name}_bucket"
+    counts = {each.labels["le"]: each.value for each in metric.samples if each.name == name}
+    for each in others:
+        if each.name == name:
+            counts[each.labels["le"]] += each.value
+    bounds = map(float, counts)
     return {
         "le": [None if math.isinf(bound) else bound for bound in bounds],
-        "counts": [each.value for each in buckets],
+        "counts": list(counts.values()),
     }
