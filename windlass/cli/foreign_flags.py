@@ -342,7 +342,7 @@ _MODEL_FLAGS = (
         "--use-tqdm-on-load --no-use-tqdm-on-load --skip-server-warmup --warmup --no-warmup",
         f"{VLLM}, {SGLANG}, {LLAMA}",
         "nothing",
-        "start-up reports its phases, and steps are warmed up while they are measured.",
+        "start-up shows its phases, and has no warm-up of its own to skip.",
     ),
     _refused(
         "--trust-remote-code",
@@ -681,7 +681,7 @@ _SERVER_FLAGS = (
         "usage always has the cached tokens.",
     ),
     _ignored(
-        "--enable-metrics --metrics --enable-server-load-tracking --enable-mfu-metrics --enable-per-request-metrics --slots --props",
+        "--enable-metrics --metrics --enable-server-load-tracking --enable-mfu-metrics --enable-per-request-metrics",
         f"{VLLM}, {SGLANG}, {LLAMA}",
         "nothing",
         _METRICS,
@@ -710,6 +710,7 @@ _SERVER_FLAGS = (
         VLLM,
         "GET /docs describes the API and nothing else; a proxy can hide it.",
     ),
+    _ignored("--slots --props", LLAMA, "nothing", "GET /slots and GET /props are always on."),
     _alias("--disable-log-stats", VLLM, "--log-stats-interval 0", "nothing"),
     _alias("--log-jsonl", LLAMA, "--log-format json", "nothing"),
     _ignored(
