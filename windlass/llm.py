@@ -45,7 +45,7 @@ from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.parsing.output import ToolSet
 from windlass.text.parsing.registry import AUTO, choose_format
 from windlass.text.request_builder import EncodedPrompt, Prompt, RequestBuilder, RequestOptions
-from windlass.text.scoring import Scoring, as_pairs
+from windlass.text.scoring import ScoreTemplate, Scoring, as_pairs
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -194,9 +194,14 @@ class LLM:
         documents: str | Sequence[str],
         progress: bool = False,
         adapter: str = "",
+        template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Score one query against each document, or each query against its document."""
-        scoring, pairs = Scoring(self.card), as_pairs(queries, documents)
+        """Score one query against each document, or each query against its document.
+
+        `template`: a file as for --score-template.
+        """
+        pairs = as_pairs(queries, documents)
+        scoring = Scoring(self.card, None if template is None else ScoreTemplate(template))
         scoring.check()
         prompts = scoring.prompts(pairs, self._requests.builder)
         params = self.card.pooling.params()
@@ -209,10 +214,15 @@ class LLM:
         ]
 
     def rerank(
-        self, query: str, documents: Sequence[str], top_n: int | None = None, adapter: str = ""
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        adapter: str = "",
+        template: str | None = None,
     ) -> list[RerankResult]:
         """Sort documents by their score for a query; `top_n`: return only the best."""
-        found = self.score(query, documents, adapter=adapter)
+        found = self.score(query, documents, adapter=adapter, template=template)
         ranked = sorted(enumerate(found), key=lambda item: -item[1].outputs.score)
         return [
             RerankResult(index, documents[index], each.outputs.score)

@@ -246,6 +246,15 @@ def test_a_classification_head_scores_pairs(kind: str, tmp_path: Path) -> None:
     ranked = llm.rerank("t9 t8", documents, top_n=2)
     assert [each.index for each in ranked] == sorted(range(3), key=lambda i: -want[i])[:2]
     assert ranked[0].document == documents[ranked[0].index]
+    template = tmp_path / "score.jinja"
+    template.write_text("t7 {{ messages[0].content }} {{ messages[1].content }}")
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[7, 9, 8, 30]])).logits
+    (best,) = llm.rerank("t9 t8", ["t30"], template=str(template))
+    assert best.relevance_score == pytest.approx(torch.sigmoid(logits[0, 0]).item(), abs=1e-5)
+    template.write_text("{{ messages[1].content }}")
+    with pytest.raises(ConfigError, match="lacks the query"):
+        llm.score("t9", "t8", template=str(template))
     with pytest.raises(RequestError, match="no embeddings"):
         llm.embed(PROMPTS)
     with pytest.raises(ConfigError, match="classification head"):

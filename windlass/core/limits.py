@@ -77,7 +77,7 @@ class SchedulerLimits:
         longest, what, advice = self._bound()
         if num_prompt > longest:
             raise CapacityError(
-                f"the input has {num_prompt} tokens, and {what} holds {longest}. Shorten it, send "
+                f"the input has {num_prompt} tokens, and {what} holds {longest}. Shorten it, or send "
                 f"truncate_prompt_tokens: {longest}{advice}.",
                 "input",
             )
