@@ -285,7 +285,6 @@ class Ranks(RankProcesses):
         self.interrupts: list[Callable[[], None]] = []
         self._nodes = None if master is None else Nodes(master, parallel)
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-ranks-")
-        self._parallel = parallel
         self._replies = {rank: queue.SimpleQueue[Reply]() for rank in range(1, parallel.num_ranks)}
         self._far: list[socket.socket] = []
         super().__init__(parallel, prepare, range(1, parallel.ranks_per_node), "rank 0")
@@ -374,12 +373,13 @@ class Ranks(RankProcesses):
         for link in self._far:  # also ends a send that waits for another machine
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        # While this rank is built, the lost rank of its machine makes it raise an error to report; that
-        # of another machine may leave it waiting for a connection.
         if not self._exit_when_lost:
             for interrupt in self.interrupts:
                 interrupt()
-        if not self._exit_when_lost or not (self._built or self._far):
+            return
+        # While this rank is built, a lost rank of its machine makes it raise an error to report; one of
+        # another machine may leave it waiting for a connection.
+        if not self._built and not self._far:
             return
         deadline = time.monotonic() + (_EXIT_GRACE_S if self._built else _LOADING_GRACE_S)
         while time.monotonic() < deadline:
