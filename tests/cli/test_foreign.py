@@ -139,6 +139,8 @@ def test_a_flag_without_effect_is_a_line_in_the_log(line: str, note: str) -> Non
         ("""m -sc '{"method": "ngram", "depth": 2}'""", "'depth' has no equivalent"),
         ("m --speculative-config x", "'x' is not JSON"),
         ("m -c", "-c needs a value"),
+        ("m --prefix-caching=true", "--prefix-caching takes no value, got 'true'"),
+        ("m --disable-radix-cache=1", "--disable-radix-cache takes no value"),
         ("m --temp warm", "'warm' is not a number"),
         ("m --port2 1", "No such option"),
     ],

@@ -54,9 +54,8 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
     merged: dict[str, dict[str, object]] = field(default_factory=dict)
     model: str | None = None
-    given: dict[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # value and foreign flag, by flag
+    # The value of each of our flags so far, and the flag that set it.
+    given: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def next(self) -> None:
         word = self.args.pop(0)
@@ -69,10 +68,12 @@ class _Reader:
             self.model = word
             return
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
-        if equals:
-            self.args.insert(0, value)
         name = self._spelled(name)
         row = BY_NAME.get(name)
+        if equals and self._takes_nothing(name, row):
+            raise ConfigError(f"{name} takes no value, got {value!r}.")
+        if equals:
+            self.args.insert(0, value)
         if name in self.known and not (row is not None and row.extends_ours):
             self._own(name, row=None)
         elif row is not None and (row.extends_ours or self._has(row)):
@@ -80,6 +81,11 @@ class _Reader:
         else:  # click names the nearest flag
             self.out.append(word)
             del self.args[: 1 if equals else 0]
+
+    def _takes_nothing(self, name: str, row: ForeignFlag | None) -> bool:
+        if name in self.known:
+            return bool(getattr(self.known[name], "is_flag", False))
+        return row is not None and row.takes == "nothing"
 
     def _spelled(self, name: str) -> str:
         dashed = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
