@@ -117,6 +117,10 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         traces=traces,
         price=None if costs is None else costs.price,
     )
+    if common.template is None:
+        _log.warning("%s has no chat template: only /v1/completions is available", card.name)
+    for warning in () if common.template is None else common.template.warnings:
+        _log.warning("%s", warning)
     return Services(
         **{each.name: getattr(common, each.name) for each in fields(common)},
         adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
@@ -204,13 +208,9 @@ def _template_source(card: ModelCard, config: ServeConfig) -> str | None:
 def _start_template(
     source: str | None, card: ModelCard, config: ServeConfig
 ) -> TemplateProcess | None:
-    """Start the process that renders the template; logs its warnings."""
+    """Start the process that renders the template; None: the model has none."""
     if source is None:
-        _log.warning("%s has no chat template: only /v1/completions is available", card.name)
         return None
-    template = TemplateProcess(
+    return TemplateProcess(
         TemplateSource(source, dict(card.special_tokens), dict(config.default_chat_template_kwargs))
     )
-    for warning in template.warnings:
-        _log.warning("%s", warning)
-    return template

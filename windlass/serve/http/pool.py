@@ -52,7 +52,7 @@ class _Worker:
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
         self._connections.setblocking(False)
-        self._link_end = ours
+        self._link_end: socket.socket | None = ours  # None: the link has it
         self.link = Link(self._on_frame, self._on_lost)
         self.broker = Broker(services, self.send)
         self.samples: Sequence[MetricSample] = ()
@@ -69,7 +69,9 @@ class _Worker:
             self.process.start()
 
     async def open(self, state: messages.State) -> None:
-        await self.link.open(self._link_end)
+        end, self._link_end = self._link_end, None
+        assert end is not None
+        await self.link.open(end)
         self.send([state])
 
     def send(self, batch: Sequence[messages.ToWorker]) -> None:
@@ -125,6 +127,8 @@ class _Worker:
             self.process.kill()
             await asyncio.to_thread(self.process.join)
         self.link.close()
+        if self._link_end is not None:
+            self._link_end.close()
         self._connections.close()
         self.process.close()
 
