@@ -284,6 +284,15 @@ def test_bad_uploads(
     assert server.metric("http_buffered_body_bytes") == 0
 
 
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_an_upload_is_not_kept_in_memory(tmp_path: Path, http_workers: int) -> None:
+    limits = {"max_buffered_body_bytes": 2**22, "max_body_bytes": 2**19}
+    with running(data_dir=str(tmp_path / "d"), http_workers=http_workers, **limits) as server:
+        text = b"0123456789abcde\n" * 2**20
+        file = server.openai.files.create(file=("big.jsonl", text), purpose="batch")
+        assert server.openai.files.content(file.id).read() == text
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -22,7 +22,7 @@ from windlass.serve.batch.database import storage_errors
 from windlass.serve.batch.dispatch import Dispatcher, run_lines, unfinished_result
 from windlass.serve.batch.lines import BatchLine, LineError, LineRules, Scan, read_lines, scan
 from windlass.serve.batch.results import LineResult, add_results, finished_lines, write_results
-from windlass.serve.batch.store import BatchRecord, FileRecord, Status, Store
+from windlass.serve.batch.store import UNFINISHED, BatchRecord, FileRecord, Status, Store
 from windlass.serve.problems import StorageError
 
 _log = logging.getLogger("windlass.serve")
@@ -130,7 +130,9 @@ class BatchRunner:
     async def _supervise(self, batch: BatchRecord) -> None:
         """Advance a batch as far as possible; what is left continues when `_look` starts it again."""
         try:
-            await self._advance(batch)
+            current = await self._store.change(batch.id, UNFINISHED)
+            if current is not None:
+                await self._advance(current)
             self.problems.pop(batch.id, None)
         except StorageError as error:
             _log.error("%s waits: %s", batch.id, error)

@@ -10,6 +10,7 @@ import yarl
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.serve.problems import problem_of_status
+from windlass.serve.transport import CONNECTION, LimitedProtocol
 
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade"})
 _OWN_HEADERS = _HOP_BY_HOP | {b"date"}  # the worker's HTTP server adds them to responses
@@ -33,8 +34,9 @@ class Dispatch:
 class _Incoming:
     """Reads what the client sends: first the body, then nothing until it disconnects."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, connection: LimitedProtocol | None) -> None:
         self.receive = receive
+        self._connection = connection
         self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_CHUNKS)
 
     async def read_until_disconnect(self) -> None:
@@ -46,6 +48,8 @@ class _Incoming:
     async def body(self) -> AsyncGenerator[bytes, None]:
         while (chunk := await self._chunks.get()) is not None:
             yield chunk
+            if self._connection is not None:
+                self._connection.release_body(len(chunk))
 
 
 class Forwarder:
@@ -67,7 +71,7 @@ class Forwarder:
         await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        incoming = _Incoming(receive)
+        incoming = _Incoming(receive, scope.get(CONNECTION))
         reading = asyncio.create_task(incoming.read_until_disconnect())
         forwarding = asyncio.create_task(self._forward(scope, incoming, send))
         try:
