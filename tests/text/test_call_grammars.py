@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from windlass.core.structured import StructuredOutputs
+from windlass.errors import RequestError
 from windlass.models.dummy import ByteTokenizer
+from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.grammar.translate import to_llguidance
 from windlass.text.grammar.vocabulary import Vocabulary, make_tokenizer
 from windlass.text.parsing.output import ToolSet
@@ -237,3 +240,25 @@ def test_marks_may_be_special_tokens_or_text() -> None:
     grammar = strict_calls(tool_set(), DIALECTS["hermes"])
     assert Model("").accepts(grammar, text)
     assert Model("", "<tool_call>", "</tool_call>").accepts(grammar, text)
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {"type": "object", "properties": []},
+    {"type": "object", "properties": {"a": {"type": 5}}},
+    {"type": "object", "properties": {"a": {"type": "array", "minItems": "x"}}},
+    {"type": "object", "properties": {"a": {"anyOf": 5}}},
+    {"type": "object", "properties": {"a": 5}, "required": 5},
+    {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+]
+
+
+@pytest.mark.parametrize("schema", MALFORMED)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_malformed_schemas_are_refused_or_compile(name: str, schema: dict[str, Any]) -> None:
+    """No schema of a client is an internal error."""
+    tools = ToolSet({"now": schema}, strict=frozenset(["now"]))
+    structured = strict_calls(tools, DIALECTS[name])
+    unsupported_keywords(structured)
+    with suppress(RequestError):
+        grammar = to_llguidance(structured)
+        llguidance.LLMatcher(Model("").tokenizer, grammar, log_level=0).get_error()

@@ -11,6 +11,8 @@ import uuid
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import UUID4, AnyUrl, BaseModel, Field, Json, SecretStr
 
 from windlass.core.structured import StructuredOutputs
@@ -224,3 +226,37 @@ def test_parts_of_a_combination_stay_open() -> None:
     assert accepts({"allOf": [OBJECT, other]}, {"a": 1, "c": 2})
     assert accepts({**OBJECT, "anyOf": [other]}, {"a": 1, "c": 2})
     assert not accepts({"anyOf": [OBJECT, other]}, {"a": 1, "d": 2})
+
+
+KEYWORDS = (
+    *(
+        "type",
+        "properties",
+        "items",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "$defs",
+        "enum",
+        "const",
+        "required",
+    ),
+    *("propertyNames", "additionalProperties", "patternProperties", "dependentRequired", "format"),
+    *("dependentSchemas", "dependencies", "pattern", "not", "if", "then", "uniqueItems", "a"),
+    *("minProperties", "contains", "prefixItems", "allOf"),
+)
+VALUES = st.none() | st.booleans() | st.integers() | st.sampled_from(["string", "#/a", "#", "^a$"])
+JSON = st.recursive(
+    VALUES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner),
+    max_leaves=10,
+)
+
+
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), JSON))
+@settings(max_examples=50)
+def test_any_json_can_be_adapted(schema: dict[str, Any]) -> None:
+    before = json.dumps(schema)
+    adapted = adapt(schema)
+    assert json.dumps(schema) == before
+    assert adapt(adapted.schema).unsupported == ()

@@ -156,11 +156,11 @@ class _Adapter:
                 self._note("propertyNames", path)
 
     def _text(self, out: Schema, path: str) -> None:
-        form = out.get("format")
+        form = out.pop("format", None)
         if isinstance(form, str) and _UUID.fullmatch(form):
             out["format"] = "uuid"
-        elif "format" in out and form not in _FORMATS:
-            del out["format"]
+        elif isinstance(form, str) and form in _FORMATS:
+            out["format"] = form
         pattern = out.pop("pattern", None)
         if isinstance(pattern, str):
             if _LOOKAROUND.search(pattern):

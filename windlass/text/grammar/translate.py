@@ -77,7 +77,12 @@ def _calls(
         adapt=lambda schema: _enforceable(schema, strictness),
         json_options=_json_options(strictness),
     )
-    return DIALECTS[calls["dialect"]].grammar(grammar)
+    try:
+        return DIALECTS[calls["dialect"]].grammar(grammar)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the parameters of a tool are no JSON schema: {type(error).__name__}: {error}."
+        ) from error
 
 
 def _enforceable(schema: Mapping[str, Any], strictness: SchemaStrictness) -> dict[str, Any]:
