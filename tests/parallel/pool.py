@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -36,13 +37,13 @@ class Pool:
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._sessions: list[Connection] = []
-        self._processes = []
+        self.processes: list[BaseProcess] = []
         for _ in range(_NUM_RANKS):
             own, other = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(other,), daemon=True)
             process.start()
             self._sessions.append(own)
-            self._processes.append(process)
+            self.processes.append(process)
 
     def start(self, index: int, session: Sequence[Any]) -> None:
         self._sessions[index].send(tuple(session))
@@ -51,7 +52,7 @@ class Pool:
         assert self._sessions[index].recv() == "ended"
 
     def close(self) -> None:
-        for own, process in zip(self._sessions, self._processes, strict=True):
+        for own, process in zip(self._sessions, self.processes, strict=True):
             own.send(None)
             process.join(30)
             assert process.exitcode == 0
@@ -76,7 +77,8 @@ def pooled_ranks() -> Iterator[pytest.MonkeyPatch]:
                 receiver, pipe = multiprocessing.get_context("spawn").Pipe(duplex=False)
                 self._pipes.append(pipe)
                 pool.start(index, self.session(prepare, receiver, end, index))
-                self.watch_link(launch._Link(self._near[index], f"rank {index + 1}"))
+                process = pool.processes[index]
+                self.watch_link(launch._Link(self._near[index], f"rank {index + 1}", process))
             self._ends = ends  # closed by the garbage collector, when the processes have them
 
         def close(self, reason: str = "") -> None:

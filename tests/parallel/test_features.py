@@ -1,0 +1,173 @@
+"""Features with tensor and pipeline ranks, as real processes: the results of one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.lora.folders import CONFIG, write_adapter
+from tests.models import test_granite_hybrid
+from tests.parallel.pool import pooled_ranks
+from tests.parallel.test_matrix import FEW, GREEDY, PROMPTS, assert_equal, make, results
+from tests.runner import test_reasoning_budget
+from tests.speculative import test_mtp
+from tests.speculative.test_speculation import verify_all
+from windlass import LLM, BeamSearchParams, SamplingParams
+from windlass.core.speculation import governor
+from windlass.core.types import Draft, TokenLogprob
+
+__all__ = ["verify_all"]
+
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"size": 2},
+    "pp": {"size": 1, "pipeline_parallel_size": 2},
+    "tp x pp": {"size": 2, "pipeline_parallel_size": 2},
+}
+VOCAB = test_reasoning_budget.VOCAB
+Found = tuple[Any, list[float]]  # compared as they are, and as numbers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[None]:
+    with pooled_ranks():
+        yield
+
+
+def add_tokenizer(folder: Path) -> None:
+    words = {f"t{i}": i for i in range(test_mtp.VOCAB)}
+    Tokenizer(WordLevel(words, "t0")).save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.usefixtures("verify_all")
+@pytest.mark.parametrize("case", test_mtp.CASES)
+def test_mtp_layers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time, so that steps and draft tokens are the same with every mesh."""
+    test_mtp.save(case, tmp_path)
+    add_tokenizer(tmp_path)
+    drafts: list[tuple[int, ...]] = []
+    choose = governor.Governor.choose
+
+    def recorded(self: Any, slots: Any, given: Sequence[Draft], *rest: Any) -> list[int]:
+        drafts.extend(tuple(draft.tokens) for draft in given if draft.tokens)
+        return choose(self, slots, given, *rest)
+
+    monkeypatch.setattr(governor.Governor, "choose", recorded)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
+    plain = results(make(tmp_path, 1), sampling)
+    found = []
+    for mesh in ({"size": 1}, MESHES["tp"], MESHES["pp"]):
+        llm = make(tmp_path, **mesh, spec="mtp", spec_tokens=2, max_num_seqs=1)
+        assert_equal(results(llm, sampling), plain)
+        found.append(drafts.copy())
+        drafts.clear()
+    assert len(found[0]) > len(PROMPTS)
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.parametrize("case", ["experts", "groups"])
+def test_recurrent_states(case: str, tmp_path: Path) -> None:
+    """With chunked prompts, prefix hits and preempted requests, which go on from the state of a block."""
+    test_granite_hybrid.save(case, tmp_path)
+    add_tokenizer(tmp_path)
+    want = results(make(tmp_path, 1, num_blocks=400, block_size=4))
+    for mesh in MESHES.values():
+        llm = make(tmp_path, **mesh, **FEW, num_blocks=64, block_size=4)
+        assert_equal(results(llm), want)
+        assert llm.engine.stats().num_preemptions
+        for _ in range(2):
+            (again,) = llm.generate(PROMPTS[:1], GREEDY)
+            assert again.outputs[0].token_ids == want[0][0]
+        assert llm.engine.stats().prefix_hits
+
+
+def options(folder: Path) -> dict[str, Any]:
+    """A model and an adapter, for all features below."""
+    (folder / "config.json").write_text(
+        json.dumps(CONFIG | {"vocab_size": VOCAB, "eos_token_id": test_reasoning_budget.EOS})
+    )
+    adapter = write_adapter(folder / "a")
+    return {"load_format": "dummy", "enable_lora": True, "lora_modules": (f"a={adapter}",)}
+
+
+def values_of(scores: Sequence[TokenLogprob | None]) -> list[float]:
+    """The log probabilities of tokens and of all alternatives, these by token."""
+    found = [score for score in scores if score is not None]
+    assert all(len(score.top) == VOCAB for score in found)
+    return [value for score in found for _, value in ((0, score.logprob), *sorted(score.top))]
+
+
+def adapters(llm: LLM) -> Found:
+    names = ["a", "", "a", "a"]
+    found = results(llm, adapter=names)
+    assert found[0] != results(llm)[0]
+    return found
+
+
+def all_logprobs(llm: LLM) -> Found:
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=-1, prompt_logprobs=-1)
+    found = llm.generate(PROMPTS, sampling)
+    scores = [[*(each.prompt_logprobs or ()), *(each.outputs[0].logprobs or ())] for each in found]
+    assert [len(each) for each in scores] == [len(prompt) - 1 + 3 for prompt in PROMPTS]
+    return [each.outputs[0].token_ids for each in found], values_of(list(chain(*scores)))
+
+
+def embeddings(llm: LLM) -> Found:
+    found = [llm.embed(PROMPTS, adapter=adapter) for adapter in ("", "a")]
+    return None, [value for each in chain(*found) for value in each.outputs.embedding]
+
+
+def beams(llm: LLM) -> Found:
+    found = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=6))
+    sequences = [each for output in found for each in output.sequences]
+    return [each.tokens for each in sequences], [each.cum_logprob for each in sequences]
+
+
+def predictions(llm: LLM) -> Found:
+    plain = llm.generate(PROMPTS, GREEDY)
+    before = llm.engine.stats()
+    texts = [each.outputs[0].text for each in plain]
+    found = results(llm, prediction=texts)
+    after = llm.engine.stats()
+    assert after.num_accepted_tokens > before.num_accepted_tokens
+    return found
+
+
+def thinking_budgets(llm: LLM) -> Found:
+    sampling = [
+        test_reasoning_budget.params(
+            thinking_token_budget=budget, temperature=0.0, ignore_eos=True, logprobs=2
+        )
+        for budget in (0, 7, 40, None)
+    ]
+    found = results(llm, sampling)
+    end = list(test_reasoning_budget.END)
+    assert [tokens[n : n + len(end)] for tokens, n in zip(found[0], (0, 7, 40))] == [end] * 3
+    return found
+
+
+FEATURES: list[Callable[[LLM], Found]] = [
+    adapters,
+    all_logprobs,
+    embeddings,
+    beams,
+    predictions,
+    thinking_budgets,
+]
+
+
+def test_features(tmp_path: Path) -> None:
+    given = options(tmp_path)
+    one = make(tmp_path, 1, **given)
+    want = [feature(one) for feature in FEATURES]
+    for mesh in MESHES.values():
+        llm = make(tmp_path, **mesh, **given, max_num_batched_tokens=32)
+        for feature, expected in zip(FEATURES, want, strict=True):
+            assert_equal(feature(llm), expected)
