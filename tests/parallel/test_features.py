@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 
 from tests.lora.folders import CONFIG, write_adapter
 from tests.models import test_granite_hybrid
@@ -19,9 +21,12 @@ from tests.parallel.test_matrix import FEW, GREEDY, PROMPTS, assert_equal, make,
 from tests.runner import test_reasoning_budget
 from tests.speculative import test_mtp
 from tests.speculative.test_speculation import verify_all
+from tests.tools.plan.test_scaling import MLA, model_of, step_work
 from windlass import LLM, BeamSearchParams, SamplingParams
 from windlass.core.speculation import governor
-from windlass.core.types import Draft, TokenLogprob
+from windlass.core.types import Draft, StepPlan, TokenLogprob
+from windlass.models.rank_weights import RankShape
+from windlass.runner.collectives import SharedMemoryGroup
 
 __all__ = ["verify_all"]
 
@@ -88,13 +93,35 @@ def test_recurrent_states(case: str, tmp_path: Path) -> None:
         assert llm.engine.stats().prefix_hits
 
 
-def options(folder: Path) -> dict[str, Any]:
-    """A model and an adapter, for all features below."""
-    (folder / "config.json").write_text(
-        json.dumps(CONFIG | {"vocab_size": VOCAB, "eos_token_id": test_reasoning_budget.EOS})
-    )
-    adapter = write_adapter(folder / "a")
-    return {"load_format": "dummy", "enable_lora": True, "lora_modules": (f"a={adapter}",)}
+def test_collectives_of_steps_are_those_of_the_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[StepPlan, list[tuple[str, int]]]] = []
+
+    def record(name: str, kind: str) -> None:
+        method = getattr(SharedMemoryGroup, name)
+
+        def recorded(self: SharedMemoryGroup, x: Tensor, *widths: Any) -> Tensor:
+            found = method(self, x, *widths)
+            if steps:
+                steps[-1][1].append((kind, found.nbytes))
+            return found
+
+        monkeypatch.setattr(SharedMemoryGroup, name, recorded)
+
+    record("all_reduce", "all-reduce")
+    record("all_gather", "all-gather")
+    formula = model_of(tmp_path, MLA, dtype="float32")
+    llm = make(tmp_path, 2, load_format="dummy", max_num_batched_tokens=32)
+    llm.engine.watch_plans(lambda plan: steps.append((plan, [])))
+    llm.generate([list(range(50)), [5, 9, 2]], SamplingParams(max_tokens=4, ignore_eos=True))
+    sizes = [
+        (sum(row.num_tokens for row in plan.rows), sum(row.sample for row in plan.rows))
+        for plan, _ in steps
+    ]
+    assert sizes == [(32, 0), (21, 2), (2, 2), (2, 2), (2, 2)]
+    expected = [step_work(formula, RankShape(tp=2), *size) for size in sizes]
+    assert [found for _, found in steps] == expected
 
 
 def values_of(scores: Sequence[TokenLogprob | None]) -> list[float]:
@@ -141,15 +168,15 @@ def predictions(llm: LLM) -> Found:
 
 
 def thinking_budgets(llm: LLM) -> Found:
+    budgets = (0, 7, 40, 50)
+    common = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2}
     sampling = [
-        test_reasoning_budget.params(
-            thinking_token_budget=budget, temperature=0.0, ignore_eos=True, logprobs=2
-        )
-        for budget in (0, 7, 40, None)
+        test_reasoning_budget.params(thinking_token_budget=budget, **common) for budget in budgets
     ]
     found = results(llm, sampling)
     end = list(test_reasoning_budget.END)
-    assert [tokens[n : n + len(end)] for tokens, n in zip(found[0], (0, 7, 40))] == [end] * 3
+    for budget, tokens in zip(budgets, found[0], strict=True):
+        assert tokens[budget : budget + len(end)] == end
     return found
 
 
@@ -163,11 +190,28 @@ FEATURES: list[Callable[[LLM], Found]] = [
 ]
 
 
-def test_features(tmp_path: Path) -> None:
-    given = options(tmp_path)
-    one = make(tmp_path, 1, **given)
-    want = [feature(one) for feature in FEATURES]
-    for mesh in MESHES.values():
-        llm = make(tmp_path, **mesh, **given, max_num_batched_tokens=32)
-        for feature, expected in zip(FEATURES, want, strict=True):
-            assert_equal(feature(llm), expected)
+@dataclass(frozen=True)
+class Model:
+    """A model with an adapter, and the results of one process."""
+
+    folder: Path
+    options: dict[str, Any]
+    want: list[Found]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": VOCAB, "eos_token_id": test_reasoning_budget.EOS}
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+    modules = (f"a={write_adapter(folder / 'a')}",)
+    options = {"load_format": "dummy", "enable_lora": True, "lora_modules": modules}
+    llm = make(folder, 1, **options)
+    return Model(folder, options, [feature(llm) for feature in FEATURES])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_features(mesh: str, model: Model) -> None:
+    llm = make(model.folder, **MESHES[mesh], **model.options, max_num_batched_tokens=32)
+    for feature, want in zip(FEATURES, model.want, strict=True):
+        assert_equal(feature(llm), want)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.comparison import TINY
+from tests.models.test_granite_hybrid import config_of as hybrid_config
 from tests.models.test_rank_weights import DENSE, MLA, MOE, opened, rank_weights
 from tests.steps import make_inputs
 from tests.tools.conftest import Windlass
@@ -64,6 +66,14 @@ def work_of(model: ScalingModel, shape: RankShape, size: StepSize) -> list[list[
     work = model.work(shape)
     stages = [work.stage(stage, size) for stage in work.network.stages(shape.pp)]
     return [[(each.kind, each.num_bytes) for each in stage.collectives] for stage in stages]
+
+
+def step_work(
+    model: ScalingModel, shape: RankShape, tokens: int, num_sampled: int
+) -> list[tuple[str, int]]:
+    """The collectives of a step with one stage. If it samples nothing, it has no logits to gather."""
+    (found,) = work_of(model, shape, StepSize(tokens, rows=max(1, num_sampled), context=1))
+    return found if num_sampled else found[:-1]
 
 
 def test_dense_layers_reduce_twice(tmp_path: Path) -> None:
@@ -121,8 +131,8 @@ class RecordingGroup:
         return torch.nn.functional.pad(x, (0, sum(widths) - x.shape[-1]))
 
 
-def recorded(folder: Path, tp: int, ep: bool, num_tokens: int) -> list[tuple[str, int]]:
-    """The collectives of a real step of one request, in float32."""
+def recorded(folder: Path, tp: int, ep: bool, chunks: Sequence[int]) -> list[list[tuple[str, int]]]:
+    """The collectives of each real step of one request, in float32; the last one samples."""
     config = EngineConfig.of(model=str(folder), load_format="dummy", dtype="float32").model
     files = resolve(config)
     hparams, checkpoint = load_hparams(files, config), open_checkpoint(files, config)
@@ -133,40 +143,81 @@ def recorded(folder: Path, tp: int, ep: bool, num_tokens: int) -> list[tuple[str
     parts = Parts(torch.float32, CPU, 64, choose_ops(need), lambda _, __: plain, mesh=mesh)
     network = make_network(hparams, parts)
     load(network, checkpoint, CPU)
-    cache = KVCache(kv_layout(hparams, 4, torch.float32, mesh), 8, torch.float32, CPU)
-    slots = SlotTables(1, 8, 4, CPU, num_groups=1)
-    ids = list(range(3, 3 + num_tokens))
-    admission = SlotInit("r", 0, ids, num_tokens, SamplingParams(), frozenset(), 0)
-    blocks = tuple(range(-(-num_tokens // 4)))
-    plan = StepPlan([Row("r", 0, 0, num_tokens, tuple(ids), blocks, True)], [admission])
-    with torch.inference_mode():
-        x, batch = step_batch(
-            make_inputs(plan, slots), slots, cache.layers, ReferenceMetadata(slots)
-        )
-        network.logits(network(x, batch))
-    return group.found
+    layout = kv_layout(hparams, 4, torch.float32, mesh)
+    num_groups, num_blocks = len(layout.groups), -(-sum(chunks) // 4)
+    cache = KVCache(layout, num_groups * num_blocks, torch.float32, CPU)
+    slots = SlotTables(1, num_blocks, 4, CPU, num_groups=num_groups)
+    ids = tuple(range(3, 3 + sum(chunks)))
+    admission = SlotInit("r", 0, list(ids), len(ids), SamplingParams(), frozenset(), 0)
+    found, start = [], 0
+    for count in chunks:
+        end = start + count
+        fresh = range(-(-start // 4), -(-end // 4))
+        blocks = tuple(i * num_blocks + block for i in range(num_groups) for block in fresh)
+        row = Row("r", 0, start, count, ids[start:end], blocks, end == len(ids))
+        plan = StepPlan([row], [admission] if start == 0 else [])
+        with torch.inference_mode():
+            inputs = make_inputs(plan, slots)
+            x, batch = step_batch(inputs, slots, cache.layers, ReferenceMetadata(slots))
+            hidden = network(x, batch)
+            if row.sample:
+                network.logits(hidden)
+        found.append(group.found.copy())
+        group.found.clear()
+        start = end
+    return found
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7])
+NORMS = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+ONE_BILLION = DENSE | {  # TinyLlama's sizes, in two of its layers
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+}
+
+
+PROMPT = (24, 13, 1)  # two chunks, and the next token
+
+
+@pytest.mark.parametrize("chunks", [(7,), PROMPT], ids=str)
 @pytest.mark.parametrize(
     ("config", "ep"),
     [
         (DENSE, False),
         (DENSE | {"tie_word_embeddings": True}, False),
+        (NORMS, False),
         (MOE, True),
         (MLA, False),
         (MLA, True),
+        (ONE_BILLION, False),
     ],
 )
 def test_collectives_are_those_of_a_real_step(
-    config: dict[str, Any], ep: bool, num_tokens: int, tmp_path: Path
+    config: dict[str, Any], ep: bool, chunks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """In float32, so all bytes are twice those of the model's 16 bits."""
-    model = model_of(tmp_path, config)
-    size = StepSize(tokens=num_tokens, rows=1, context=1)
-    (expected,) = work_of(model, RankShape(tp=2, expert_parallel=ep), size)
-    found = recorded(tmp_path, 2, ep, num_tokens)
-    assert found == [(kind, 2 * num_bytes) for kind, num_bytes in expected]
+    model = model_of(tmp_path, config, dtype="float32")
+    shape = RankShape(tp=2, expert_parallel=ep)
+    ends = [0] * (len(chunks) - 1) + [1]
+    expected = [step_work(model, shape, *each) for each in zip(chunks, ends, strict=True)]
+    assert recorded(tmp_path, 2, ep, chunks) == expected
+
+
+def test_mamba_layers_reduce_the_square_mean_of_their_norm(tmp_path: Path) -> None:
+    """`windlass plan` does not have them; docs/parallel.md does."""
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config()))
+    size, vocab = (TINY[name] * 4 for name in ("hidden_size", "vocab_size"))
+    (*_, chunk, token) = recorded(tmp_path, 2, False, PROMPT)
+    for tokens, found, gathered in ((PROMPT[1], chunk, []), (1, token, [("all-gather", vocab)])):
+        norm, stream, last = (
+            ("all-reduce", num_bytes) for num_bytes in (tokens * 4, tokens * size, size)
+        )
+        embedding, attention = [stream], [stream, stream]
+        mamba, last_mamba = [norm, stream, stream], [norm, last, last]
+        assert found == [*embedding, *mamba, *attention, *last_mamba, *gathered]
 
 
 def test_all_reduce_takes_the_fastest_algorithm() -> None:
