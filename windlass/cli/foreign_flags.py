@@ -613,8 +613,14 @@ _PARALLEL_FLAGS = (
         f"{VLLM}, {SGLANG}",
         _DISAGGREGATED,
     ),
+    _ignored(
+        "--headless",
+        VLLM,
+        "nothing",
+        "a node with --node-rank above 0 has ranks only, and no server.",
+    ),
     _refused(
-        "--headless --data-parallel-address --data-parallel-rank",
+        "--data-parallel-address --data-parallel-rank",
         VLLM,
         "replicas are on one machine; start one server per machine behind a load balancer.",
     ),

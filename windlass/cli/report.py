@@ -11,6 +11,7 @@ from windlass.core.card import EngineReport
 
 Row = tuple[str, str, str]
 
+_SHORT_S = 0.005
 _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
@@ -21,7 +22,8 @@ def print_report(report: EngineReport) -> None:
         table.add_row(choice.what, choice.value, choice.reason)
     table.add_section()
     for phase, seconds in report.seconds.items():
-        table.add_row(phase, f"{seconds:.2f} s", "time to start")
+        if seconds >= _SHORT_S:  # else there was nothing to do
+            table.add_row(phase, f"{seconds:.2f} s", "time to start")
     table.add_section()
     for what, num_bytes in report.memory.items():
         table.add_row(what, readable_bytes(num_bytes), "memory")
