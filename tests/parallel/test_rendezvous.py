@@ -145,8 +145,8 @@ def test_strangers_do_not_disturb(engine: Engine) -> None:
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x02\0\0\0\xc1\xc1", b""):
         with socket.create_connection(address) as stranger:
             stranger.sendall(noise)
-            stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):
+            with contextlib.suppress(OSError):  # node 0 may have closed it already
+                stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(4096):  # until node 0 closes it
                     pass
     with engine.join():

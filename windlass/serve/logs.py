@@ -68,4 +68,4 @@ def inherit_logging() -> None:
     handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(handlers=[handler])
     logging.getLogger("windlass").setLevel(logging.INFO)
-    logging.getLogger("windlass.refused").addFilter(_AtMost(_MAX_REFUSALS_PER_S))
+    logging.getLogger("windlass.refused").filters = [_AtMost(_MAX_REFUSALS_PER_S)]
