@@ -240,6 +240,25 @@ def test_stop_during_loading_exits_at_once() -> None:
     assert asyncio.run(main()) == 0
 
 
+@pytest.mark.parametrize("option", ["ssl_certfile", "data_dir"])
+def test_a_bad_option_of_the_server_leaves_no_process(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").write_text("no certificate, and no folder")
+    options = {option: str(tmp_path / "file"), "ssl_keyfile": str(tmp_path / "file")}
+    if option == "data_dir":
+        del options["ssl_keyfile"]
+    config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
+
+    async def main() -> int:
+        with bind(config) as listener:
+            parts = _parts(EngineClient(None), lambda: CARD, config, listener)
+            return await serve_until(asyncio.Event(), parts)
+
+    before = set(multiprocessing.active_children())
+    with pytest.raises(ConfigError):
+        asyncio.run(main())
+    assert set(multiprocessing.active_children()) <= before
+
+
 def test_an_error_in_open_card_ends_the_engine_process() -> None:
     config = ServeConfig(port=0)
 

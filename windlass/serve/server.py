@@ -43,15 +43,22 @@ class Server:
         self._config = config
         self._listener = listener
         self._services = make_services(client, card, config)
-        self._max_connections = connection_cap(config.max_connections)
-        max_connections = int(self._max_connections.value)
+        self._workers: HttpWorkers | None = None  # None: this process does their work
+        try:
+            self._max_connections = connection_cap(config.max_connections)
+            self._server = self._make_server(int(self._max_connections.value))
+        except BaseException:
+            self._services.close()
+            raise
+
+    def _make_server(self, max_connections: int) -> HttpServer:
+        config = self._config
         tls = tls_context(config)  # also where workers use it: a bad file is found now
         app = with_direct_send(create_app(self._services, make_router(self._services)))
-        self._workers: HttpWorkers | None = None  # None: this process does their work
         if config.http_workers > 1:
             self._workers = HttpWorkers(self._services, max_connections // config.http_workers)
             app = self._workers.announcing(app)
-        self._server = HttpServer(
+        server = HttpServer(
             app,
             config,
             metrics=self._services.metrics,
@@ -59,7 +66,8 @@ class Server:
             tls=None if self._workers else tls,
         )
         if self._workers is None:
-            self._services.metrics.watch_connections(self._server.connections)
+            self._services.metrics.watch_connections(server.connections)
+        return server
 
     async def run(
         self, engine: asyncio.Task[EngineReport], on_ready: OnReady, stop: asyncio.Event

@@ -121,14 +121,18 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
     for warning in () if common.template is None else common.template.warnings:
         _log.warning("%s", warning)
-    return Services(
-        **{each.name: getattr(common, each.name) for each in fields(common)},
-        adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
-        sleeper=Sleeper(client, common.desk),
-        probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
-        costs=costs,
-        batches=make_batch_service(config, common.preparer),
-    )
+    try:
+        return Services(
+            **{each.name: getattr(common, each.name) for each in fields(common)},
+            adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
+            sleeper=Sleeper(client, common.desk),
+            probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
+            costs=costs,
+            batches=make_batch_service(config, common.preparer),
+        )
+    except BaseException:
+        common.close()  # ends the template process
+        raise
 
 
 def make_generation_services(
