@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from tests.models import test_deepseek, test_networks
 from tests.models.comparison import logits_of, make_parts, save_tiny
 from tests.models.test_deepseek import COUNT, run
+from tests.parallel.ranks import rank_processes
 from tests.quant.ranks import in_threads, thread_groups
 from tests.runner import test_windows
 from windlass.build import Built
@@ -113,7 +113,7 @@ def test_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
         assert stats.rank_imbalance == load.imbalance(placements)
         del ranks
         gc.collect()
-        assert multiprocessing.active_children() == []
+        assert rank_processes() == []
 
 
 def test_shared_experts_in_processes(tmp_path: Path) -> None:

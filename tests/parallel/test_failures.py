@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.parallel.ranks import rank_processes
 from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, folder, make, tokens
 from windlass.core.types import StepResult
 from windlass.errors import EngineError, WorkerDied
@@ -71,7 +71,7 @@ def test_a_lost_rank_ends_the_step(
     llm = make(folder, 2)
     want = tokens(make(folder, 1))
     assert tokens(llm) == want
-    (rank,) = multiprocessing.active_children()
+    (rank,) = rank_processes()
     assert rank.pid is not None
     os.kill(rank.pid, number)
     with pytest.raises(WorkerDied, match=message):
@@ -79,7 +79,7 @@ def test_a_lost_rank_ends_the_step(
     with pytest.raises(WorkerDied, match=message):
         llm.generate(PROMPTS, GREEDY)
     assert interrupted.wait(10)
-    while multiprocessing.active_children():  # the test's time limit ends this
+    while rank_processes():  # the test's time limit ends this
         time.sleep(0.05)
 
 

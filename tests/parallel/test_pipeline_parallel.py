@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from tests.lora.folders import write_adapter, write_model
 from tests.models.comparison import save_tiny
 from tests.models.test_deepseek import CASES, EXPERTS, MLA, run
+from tests.parallel.ranks import rank_processes
 from tests.parallel.test_tensor_parallel import CONFIG, GREEDY, PROMPTS
 from tests.runner.test_windows import make as build
 from tests.speculative import test_heads
@@ -60,7 +60,7 @@ def rounded(logprobs: list[TokenLogprob] | None) -> list[tuple[int, float]]:
 def close(llm: LLM) -> None:
     llm.__dict__.clear()
     gc.collect()
-    assert multiprocessing.active_children() == [], "the ranks end with the engine"
+    assert rank_processes() == [], "the ranks end with the engine"
 
 
 def many(llm: LLM) -> list[Any]:
@@ -158,7 +158,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 def test_a_stage_that_dies_takes_the_replica_down(folder: Path) -> None:
     llm = make(folder, 2)
-    (rank,) = multiprocessing.active_children()
+    (rank,) = rank_processes()
     os.kill(rank.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 was ended by signal 9"):
         tokens(llm)
@@ -168,4 +168,4 @@ def test_a_stage_that_dies_takes_the_replica_down(folder: Path) -> None:
 def test_more_stages_than_layers_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model has 4 layers.*Use 1 to 4"):
         make(folder, 5)
-    assert multiprocessing.active_children() == []
+    assert rank_processes() == []

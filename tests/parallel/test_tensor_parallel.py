@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parallel.ranks import rank_processes
 from windlass import LLM, SamplingParams
 from windlass.errors import ConfigError, ShardError
 
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_one_process(folder: Path, size: int) -> None
     assert tokens(llm) == want, "after a sleep"
     del llm
     gc.collect()
-    assert multiprocessing.active_children() == [], "the ranks end with the engine"
+    assert rank_processes() == [], "the ranks end with the engine"
 
 
 def test_backends(folder: Path) -> None:
@@ -74,13 +74,13 @@ def test_backends(folder: Path) -> None:
         make(folder, 2, distributed_backend="nccl")
     del llm
     gc.collect()
-    assert multiprocessing.active_children() == []
+    assert rank_processes() == []
 
 
 def test_a_size_that_does_not_divide_names_those_that_work(folder: Path) -> None:
     with pytest.raises(ShardError, match=r"3 shards .*Numbers of shards that work: 1, 2, 4\."):
         make(folder, 3)
-    assert multiprocessing.active_children() == []
+    assert rank_processes() == []
 
 
 def test_several_machines_are_refused(folder: Path) -> None:
