@@ -34,7 +34,7 @@ def _build(path: str) -> tuple[Engine, EngineReport]:
     return built.engine, built.report
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real engine with random weights: only grammars give its output a form."""
     path = tmp_path_factory.mktemp("tiny")
@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def says() -> Iterator[Server]:
     """A model that says the last text between SAY( and )YAS."""
     with running(card=replace(CARD, chat_template=TEMPLATE, max_positions=8192)) as server:

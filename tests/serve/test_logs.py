@@ -21,6 +21,12 @@ from windlass.serve.throughput_log import ThroughputLog
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _no_limit_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the filter that a command in this process may have set."""
+    monkeypatch.setattr(logging.getLogger("windlass.refused"), "filters", [])
+
+
 def test_a_refusal_is_one_line(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "windlass")
     headers = {"X-Request-Id": "mine-1"}
