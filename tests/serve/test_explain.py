@@ -15,7 +15,7 @@ from windlass.core.kv_layout import KVLayout
 from windlass.core.trace import BLOCKERS, Chunk, RequestTrace
 from windlass.core.types import Timeline
 from windlass.serve.explain import explain_trace, trace_json
-from windlass.serve.trace_store import TraceStore
+from windlass.serve.trace_store import Entry, TraceStore
 
 REPORT = EngineReport(
     max_model_len=2048,
@@ -154,7 +154,7 @@ def test_preemptions_and_drafts_are_reported() -> None:
 def test_the_oldest_entry_is_evicted() -> None:
     store = TraceStore(lambda _owner, _trace: None, max_ended=2)
     for name in ("a", "b", "c"):
-        store.open(name, owner="me", began=0.0, request_ids=(f"{name}-0",))
+        store.open(Entry(response_id=name, owner="me", began=0.0, request_ids=(f"{name}-0",)))
         store.add([trace(request_id=f"{name}-0")])
     assert store.find("c", "me").traces
     with pytest.raises(Exception, match="no request 'a' of yours is known"):
@@ -165,9 +165,11 @@ def test_lost_traces_close_the_entries_of_their_engine() -> None:
     """A request that another engine computes stays open."""
     store = TraceStore(lambda _owner, _trace: None)
     lost, kept = (
-        store.open(name, owner="me", began=0.0, request_ids=(f"{name}-0", f"{name}-1"))
+        Entry(response_id=name, owner="me", began=0.0, request_ids=(f"{name}-0", f"{name}-1"))
         for name in ("a", "b")
     )
+    store.open(lost)
+    store.open(kept)
     store.add([trace(request_id="a-0"), trace(request_id="b-0")])
     store.lose(["a-1", "unknown"])
     assert (lost.lost, lost.closed.is_set(), list(lost.traces)) == (True, True, ["a-0"])

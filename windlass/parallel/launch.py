@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -68,7 +69,7 @@ class _Link:
     failed: bool = False  # it has reported an error, and ends
 
 
-class RankProcesses:
+class RankProcesses(ABC):
     """The ranks that this process has started on its machine, each with its link.
 
     `heard_from` and `lost_all` are for subclasses; the watching thread calls them.
@@ -246,11 +247,13 @@ class RankProcesses:
             text = f"rank {rank}{self._where}: {failed.text}"
             self._suspect = time.monotonic(), EngineError(text)
 
+    @abstractmethod
     def heard_from(self, rank: int, frame: bytes, reply: Reply) -> None:
-        raise NotImplementedError
+        """A rank has replied; `frame` is the reply as it was sent."""
 
+    @abstractmethod
     def lost_all(self, error: EngineError) -> None:
-        raise NotImplementedError
+        """The ranks have ended because of `error`."""
 
     def _fail(self, error: EngineError) -> None:
         with self._lock:

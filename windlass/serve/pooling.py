@@ -210,12 +210,13 @@ class Pooling:
         groups = list(_groups(requests, max(1, services.client.max_num_seqs // _NUM_LANES)))
         first = [request for group in groups[:_NUM_LANES] for request in group]
         services.admission.check(len(first), sum(len(request.prompt) for request in first))
-        entry = services.traces.open(
-            response_id,
+        entry = Entry(
+            response_id=response_id,
             owner=call.owner,
             began=call.ticket.began,
             request_ids=tuple(request.request_id for request in requests),
         )
+        services.traces.open(entry)
         try:
             outputs = await self._run(groups, call.ticket.began)
         except BaseException:

@@ -177,14 +177,15 @@ class CompletionResponse:
         return None
 
     def _start(self) -> Inbox:
-        self._entry = self._traces.open(
-            self._prepared.response_id,
+        self._entry = Entry(
+            response_id=self._prepared.response_id,
             owner=self._owner,
             began=self._ticket.began,
             request_ids=tuple(self._by_id),
             path=self._ticket.path,
             adapter=self._prepared.requests[0].adapter,
         )
+        self._traces.open(self._entry)
         self._inbox = self._client.submit(self._prepared.requests)
         return self._inbox
 

@@ -48,18 +48,8 @@ class Entry:
 class Traces(Protocol):
     """Where the endpoints that generate text announce their requests."""
 
-    def open(
-        self,
-        response_id: str,
-        *,
-        owner: str,
-        began: float,
-        request_ids: tuple[str, ...],
-        path: str = "",
-        adapter: str = "",
-    ) -> Entry:
+    def open(self, entry: Entry) -> None:
         """Add a request that is sent to the engine now."""
-        ...
 
     def mark_lost(self, entry: Entry) -> None:
         """Close an entry whose request failed."""
@@ -81,29 +71,12 @@ class TraceStore:
         self._by_request: dict[str, Entry] = {}
         self._ended: deque[Entry] = deque()
 
-    def open(
-        self,
-        response_id: str,
-        *,
-        owner: str,
-        began: float,
-        request_ids: tuple[str, ...],
-        path: str = "",
-        adapter: str = "",
-    ) -> Entry:
+    def open(self, entry: Entry) -> None:
         """Add a request that is sent to the engine now. A reused id refers to the latest request."""
-        entry = Entry(
-            response_id=response_id,
-            owner=owner,
-            began=began,
-            request_ids=request_ids,
-            path=path,
-            adapter=adapter,
-        )
-        self._by_id.pop((response_id, owner), None)  # the latest request is the last item
-        self._by_id[response_id, owner] = entry
-        self._by_request |= dict.fromkeys(request_ids, entry)
-        return entry
+        key = entry.response_id, entry.owner
+        self._by_id.pop(key, None)  # the latest request is the last item
+        self._by_id[key] = entry
+        self._by_request |= dict.fromkeys(entry.request_ids, entry)
 
     def latest(self, owner: str | None, limit: int) -> list[Entry]:
         """The latest requests of a sender, in flight or ended, newest first; None: of any sender."""

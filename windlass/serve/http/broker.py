@@ -14,6 +14,7 @@ from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.inbox import Inbox, Item
 from windlass.serve.problems import TraceNotFound
 from windlass.serve.services import Services
+from windlass.serve.trace_store import Entry
 
 
 class _RelayInbox(Inbox):
@@ -52,7 +53,7 @@ class Broker:
     ) -> None:
         match message:
             case messages.Open():
-                self._services.traces.open(**msgspec.structs.asdict(message))
+                self._services.traces.open(Entry(**msgspec.structs.asdict(message)))
             case messages.Submit(requests):
                 self._submit(requests)
             case messages.Abort(request_id, completed):

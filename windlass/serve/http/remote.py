@@ -6,8 +6,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
-import msgspec
-
 from windlass.core.card import EngineReport
 from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output
@@ -114,26 +112,17 @@ class RemoteTraces:
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[list[RequestTrace] | None]] = {}
 
-    def open(
-        self,
-        response_id: str,
-        *,
-        owner: str,
-        began: float,
-        request_ids: tuple[str, ...],
-        path: str = "",
-        adapter: str = "",
-    ) -> Entry:
-        opened = messages.Open(
-            response_id=response_id,
-            owner=owner,
-            began=began,
-            request_ids=request_ids,
-            path=path,
-            adapter=adapter,
+    def open(self, entry: Entry) -> None:
+        self._send(
+            messages.Open(
+                response_id=entry.response_id,
+                owner=entry.owner,
+                began=entry.began,
+                request_ids=entry.request_ids,
+                path=entry.path,
+                adapter=entry.adapter,
+            )
         )
-        self._send(opened)
-        return Entry(**msgspec.structs.asdict(opened))
 
     def mark_lost(self, entry: Entry) -> None:
         """Do nothing: the server's process closes the entry when it sends the error."""
