@@ -1,5 +1,7 @@
 """The guarantees of the scheduler, one per test."""
 
+import math
+
 import pytest
 
 from tests.core.world import EOS, World, limits, next_token, plain_loop, request
@@ -117,6 +119,14 @@ def test_different_salts_and_adapters_share_no_blocks() -> None:
         )
         world.finish_all()
     assert world.scheduler.stats().prefix_hits == 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_weight_is_finite_and_above_zero(weight: float) -> None:
+    world = World(limits())
+    with pytest.raises(RequestError, match=r"weight=.* of tenant 'a'"):
+        world.add(NewRequest("r", [1], SamplingParams(), tenant="a", weight=weight))
+    assert not world.scheduler.has_work
 
 
 def test_without_caching_no_block_is_reused() -> None:

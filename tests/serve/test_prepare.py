@@ -102,7 +102,8 @@ def test_engine_messages_survive_encoding() -> None:
     sampling = SamplingParams(
         logit_bias={5: 1}, stop=["a"], bad_token_ids=((1, 2),), seed=-5, max_tokens=None
     )
-    sent = [messages.Add(NewRequest("r", [1, 2], sampling, 3, "salt")), messages.Abort("q")]
+    request = NewRequest("r", [1, 2], sampling, 3, "salt", tenant="t", weight=2.5)
+    sent = [messages.Add(request), messages.Abort("q")]
     assert messages.decode_to_engine(messages.encode(sent)) == sent
     logprob = TokenLogprob(5, float("-inf"), 1, [(5, -0.5)])
     back = [messages.Outputs([Output("r", [5], [logprob], finish="stop")]), messages.Ready(REPORT)]

@@ -128,6 +128,12 @@ def test_bad_params() -> None:
         BeamSearch(prompt, params, eos_ids=(), vocab_size=50_000)
 
 
+def test_beams_belong_to_the_tenant_of_their_request() -> None:
+    prompt = NewRequest("a", [1], SamplingParams(), tenant="t", weight=2.0)
+    search = BeamSearch(prompt, BeamSearchParams(beam_width=2), eos_ids=(), vocab_size=50)
+    assert [(beam.tenant, beam.weight) for beam in search.requests()] == [("t", 2.0)]
+
+
 # ---- the server ----------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.serve.fakes import BOS, CARD, Options, build_engine
 from windlass.core.card import ModelCard
+from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
 from windlass.core.scheduler import Scheduler
 from windlass.core.types import NewRequest
@@ -121,10 +122,12 @@ def test_truncation_to_the_context_leaves_room_for_the_output() -> None:
 
 def test_each_completion_has_its_own_id_and_seed() -> None:
     prompts = [EncodedPrompt([1]), EncodedPrompt([2])]
-    options = RequestOptions(adapter="a", priority=3, cache_salt="s")
+    options = RequestOptions(adapter="a", priority=3, cache_salt="s", tenant="t", weight=2.0)
     requests = builder().requests("r", prompts, SamplingParams(n=2, seed=7), options)
     assert [request.request_id for request in requests] == ["r-0", "r-1", "r-2", "r-3"]
     assert [request.prompt for request in requests] == [[1], [1], [2], [2]]
     assert [request.sampling.seed for request in requests] == [7, 8, 7, 8]
     assert {request.sampling.n for request in requests} == {1}
     assert {(r.adapter, r.priority, r.cache_salt) for r in requests} == {("a", 3, "s")}
+    pooled = builder().pooling_requests("p", prompts, PoolingParams(), options)
+    assert {(r.tenant, r.weight) for r in (*requests, *pooled)} == {("t", 2.0)}

@@ -65,9 +65,11 @@ class Request:
         "slot",
         "stop_ids",
         "tables",
+        "tenant",
         "timeline",
         "tokens",
         "verifying",
+        "weight",
     )
 
     def __init__(
@@ -86,6 +88,7 @@ class Request:
         self.sampling: SamplingParams = new.sampling
         self.pooling = new.pooling
         self.priority = new.priority
+        self.tenant, self.weight = new.tenant, new.weight
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.longest = self.num_prompt + max_tokens

@@ -8,6 +8,7 @@ runner knows how tokens are computed and sampled and where their KV lies.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -96,6 +97,11 @@ class Scheduler:
             raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
         if not new.prompt:
             raise RequestError("the prompt is empty: it has no tokens.", "prompt")
+        if not 0.0 < new.weight < math.inf:
+            raise RequestError(
+                f"weight={new.weight} of tenant {new.tenant!r} is not a finite number above 0.",
+                "weight",
+            )
         self._limits.check(new.sampling)
         # With max_tokens=0 the token after the prompt is sampled and dropped, as that of a pooling request.
         max_tokens = 1

@@ -43,6 +43,8 @@ class NewRequest:
     # If set, the request returns a vector, and the sampled token is not used.
     pooling: PoolingParams | None = None
     prediction: tuple[int, ...] = ()  # the output that the client expects, as draft tokens
+    tenant: str = ""  # requests of one tenant share its part of the engine
+    weight: float = 1.0  # of the tenant: one of weight 2 gets twice the tokens of one of weight 1
 
 
 class SlotInit(NamedTuple):

@@ -138,6 +138,8 @@ class BeamSearch:
                 priority=prompt.priority,
                 cache_salt=prompt.cache_salt,
                 adapter=prompt.adapter,
+                tenant=prompt.tenant,
+                weight=prompt.weight,
             )
             for i, beam in enumerate(self._running)
         ]

@@ -56,6 +56,8 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     prediction: tuple[int, ...] = ()
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class RequestBuilder:
@@ -267,6 +269,8 @@ class RequestBuilder:
                 cache_salt=options.cache_salt,
                 adapter=options.adapter,
                 prediction=options.prediction,
+                tenant=options.tenant,
+                weight=options.weight,
             )
             for i, (prompt, child) in enumerate(pairs)
         ]
@@ -303,6 +307,8 @@ class RequestBuilder:
                 cache_salt=options.cache_salt,
                 adapter=options.adapter,
                 pooling=params,
+                tenant=options.tenant,
+                weight=options.weight,
             )
             for i, prompt in enumerate(prompts)
         ]
