@@ -11,6 +11,7 @@ from tests.serve.conftest import running
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
 from windlass.serve.keys import Keys
+from windlass.serve.tenants import NO_TENANT, Tenant
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
@@ -89,3 +90,26 @@ def test_a_world_readable_key_file_is_logged(
 ) -> None:
     Keys.of(ServeConfig(api_key_file=(key_file(tmp_path, "one", 0o644),)))
     assert "can be read by other users" in caplog.text
+
+
+def test_the_tenant_of_a_flags_key_has_the_name_of_the_key() -> None:
+    keys = Keys.of(ServeConfig(api_key=("one", "two"), admin_key=("boss",)))
+    one, two, boss = (keys.tenant_of(request(f"Bearer {key}")) for key in ("one", "two", "boss"))
+    assert len({one.name, two.name, boss.name}) == 3
+    assert one == keys.tenant_of(request("bearer one"))
+    assert [each.admin for each in (one, two, boss)] == [False, False, True]
+    assert "one" not in one.name
+
+
+def test_without_keys_there_is_one_tenant() -> None:
+    assert Keys.of(ServeConfig()).tenant_of(request("Bearer any")) == NO_TENANT
+    keys = Keys.of(ServeConfig(admin_key=("boss",)))
+    assert keys.tenant_of(request(None)) == NO_TENANT
+    assert keys.tenant_of(request("Bearer boss")).admin
+
+
+def test_salts_of_tenants_differ_also_for_equal_salts_of_clients() -> None:
+    one, two = Tenant(name="one"), Tenant(name="two")
+    salts = {each.cache_salt(salt) for each in (one, two) for salt in ("", "ours", "one", "two")}
+    assert len(salts) == 8
+    assert one.cache_salt(None) == one.cache_salt("")

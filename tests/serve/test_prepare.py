@@ -18,6 +18,7 @@ from windlass.errors import RequestError
 from windlass.serve import messages
 from windlass.serve.prepare import Prepared, Preparer
 from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.serve.tenants import Tenant
 from windlass.serve.workers import Workers
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.template_worker import RenderJob
@@ -108,3 +109,10 @@ def test_engine_messages_survive_encoding() -> None:
     logprob = TokenLogprob(5, float("-inf"), 1, [(5, -0.5)])
     back = [messages.Outputs([Output("r", [5], [logprob], finish="stop")]), messages.Ready(REPORT)]
     assert messages.decode_from_engine(messages.encode(back)) == back
+
+
+def test_requests_carry_their_tenant() -> None:
+    tenant = Tenant(name="shop", weight=2.5)
+    body = CompletionRequest.read(b'{"prompt": "x", "n": 2}')
+    prepared = asyncio.run(preparer_of().completion(body, REPORT, tenant))
+    assert {(each.tenant, each.weight) for each in prepared.requests} == {("shop", 2.5)}

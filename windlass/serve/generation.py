@@ -25,9 +25,8 @@ from windlass.serve.bodies import (
     request_id_header,
     unknown_fields_header,
 )
-from windlass.serve.cost import NO_KEY
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
-from windlass.serve.keys import BATCH_OWNER, cache_salt_of, key_name
+from windlass.serve.keys import BATCH_OWNER
 from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
 from windlass.serve.llama_format import LlamaFormat
 from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest
@@ -40,6 +39,7 @@ from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
 from windlass.serve.services import GenerationServices
+from windlass.serve.tenants import Tenant
 
 GenerationBody = ChatRequest | CompletionRequest
 MakeFormat = Callable[[GenerationBody, Prepared], ResponseFormat]
@@ -149,7 +149,7 @@ class Generation:
         return ApiCall(body.chat(earlier), make_format, body.unknown_fields)
 
     def _owner(self, request: Request) -> str:
-        return key_name(request) if self._services.keys.clients else NO_KEY
+        return self._services.keys.tenant_of(request).name
 
     def _anthropic(self, raw: bytes, _owner: str) -> ApiCall:
         body = MessagesRequest.read(raw)
@@ -194,17 +194,17 @@ class Generation:
         ticket = services.desk.open_ticket(request.url.path)
         with ended_on_error(ticket):
             services.desk.check_open()
-            owner = self._owner(request)
-            call = await read_as(request, lambda raw: read(raw, owner), services)
+            tenant = services.keys.tenant_of(request)
+            call = await read_as(request, lambda raw: read(raw, tenant.name), services)
             body = call.body
             services.admission.check_possible(body.num_completions)
             if services.keys.clients:
-                # A key must not learn from timing what another key has sent.
-                salt = cache_salt_of(request, body.cache_salt)
+                # A tenant must not learn from timing what another tenant has sent.
+                salt = tenant.cache_salt(body.cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
             if BATCH_OWNER in request.scope:
                 body = body.model_copy(update={"priority": BATCH_PRIORITY})
-            prepared = await self._prepare(body)
+            prepared = await self._prepare(body, tenant)
             request.state.response_id = prepared.response_id
             headers = request_id_header(request, prepared.response_id, services.config)
             headers |= unknown_fields_header(request)
@@ -229,15 +229,15 @@ class Generation:
                     body=body,
                     response_format=response_format,
                     ticket=ticket,
-                    owner=owner,
+                    owner=tenant.name,
                 )
                 send = completion.stream if body.stream else completion.send_whole
                 response = await send(request)
         response.headers.update(headers)
         return response
 
-    async def _prepare(self, body: GenerationBody) -> Prepared:
+    async def _prepare(self, body: GenerationBody, tenant: Tenant) -> Prepared:
         preparer, report = self._services.preparer, self._services.client.report
         if isinstance(body, ChatRequest):
-            return await preparer.chat(body, report)
-        return await preparer.completion(body, report)
+            return await preparer.chat(body, report, tenant)
+        return await preparer.completion(body, report, tenant)

@@ -1,4 +1,4 @@
-"""API keys: authentication, admin rights, and the cache salt and cost name of each key.
+"""API keys: authentication, admin rights, and the tenant of each key.
 
 Keys come from flags and files; the command line adds those of the environment (cli/secrets.py).
 """
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from windlass.config import ServeConfig, check_key
 from windlass.errors import ConfigError
 from windlass.serve.problems import AdminOnly, problem_of_status
+from windlass.serve.tenants import NO_TENANT, Tenant
 
 _log = logging.getLogger("windlass.serve")
 
@@ -30,7 +31,7 @@ _OPEN_PATHS = frozenset(
     }
 )
 _KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
-BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the key that made the batch
+BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the tenant that made the batch
 _MAX_FILE_BYTES = 64 * 2**10
 
 
@@ -57,6 +58,14 @@ class Keys:
 
     def is_admin(self, request: Request) -> bool:
         return _matches(given_key(request), self.admins)
+
+    def tenant_of(self, request: Request) -> Tenant:
+        """The tenant of an authenticated request."""
+        if BATCH_OWNER in request.scope:
+            return Tenant(name=request.scope[BATCH_OWNER])
+        is_admin = self.is_admin(request)
+        name = key_name(request) if self.clients else NO_TENANT.name
+        return Tenant(name=name, admin=is_admin)
 
     def check_admin(self, request: Request) -> None:
         """Raise AdminOnly unless the request has an admin key."""
@@ -116,31 +125,11 @@ def given_key(request: Request) -> bytes | None:
     return given.strip().encode("latin-1") or None
 
 
-def cache_salt_of(request: Request, client_salt: str | None) -> str:
-    """The cache salt of an authenticated request; it does not reveal the key.
-
-    It depends on the key, so that a client cannot reach the cached blocks of another key with any
-    salt of its own.
-    """
-    # A key is not stored with its batches, so their salt depends on its name.
-    owner = request.scope.get(BATCH_OWNER)
-    key = _authenticated_key(request) if owner is None else owner.encode()
-    digest = sha256(key).digest()
-    salt = (client_salt or "").encode(errors="surrogatepass")
-    return blake2b(salt, key=digest, digest_size=16, person=b"cache salt").hexdigest()
-
-
 def key_name(request: Request) -> str:
-    """A public name for the key of an authenticated request; it reveals neither key nor salt."""
-    if BATCH_OWNER in request.scope:
-        return str(request.scope[BATCH_OWNER])
-    return blake2b(_authenticated_key(request), digest_size=6, person=b"key name").hexdigest()
-
-
-def _authenticated_key(request: Request) -> bytes:
+    """A public name for the key of an authenticated request; it does not reveal the key."""
     key = given_key(request)
     assert key is not None, f"{request.url.path} is not authenticated"
-    return key
+    return blake2b(key, digest_size=6, person=b"key name").hexdigest()
 
 
 class KeyGuard:

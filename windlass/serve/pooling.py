@@ -23,9 +23,9 @@ from windlass.core.types import BATCH_PRIORITY, NewRequest, Output
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.bodies import read_as, request_id_header, unknown_fields_header
-from windlass.serve.cost import NO_KEY, cost_json
+from windlass.serve.cost import cost_json
 from windlass.serve.desk import Ticket
-from windlass.serve.keys import BATCH_OWNER, cache_salt_of, key_name
+from windlass.serve.keys import BATCH_OWNER
 from windlass.serve.pooling_api import (
     EmbeddingRequest,
     PoolingRequest,
@@ -35,6 +35,7 @@ from windlass.serve.pooling_api import (
 from windlass.serve.prepare import as_prompts
 from windlass.serve.response import cancel_on_disconnect, ended_on_error
 from windlass.serve.services import Services
+from windlass.serve.tenants import Tenant
 from windlass.serve.trace_store import Entry
 from windlass.text.request_builder import EncodedPrompt, RequestBuilder, RequestOptions
 from windlass.text.scoring import Pair, as_pairs
@@ -69,7 +70,7 @@ class _Call:
 
     request: Request
     ticket: Ticket
-    owner: str
+    tenant: Tenant
     headers: dict[str, str]  # of the response
 
 
@@ -105,8 +106,8 @@ class Pooling:
                 raise RequestError(
                     "include_cost needs a server started with --price-per-hour.", "include_cost"
                 )
-            owner = key_name(request) if services.keys.clients else NO_KEY
-            call = _Call(request, ticket, owner, headers=unknown_fields_header(request))
+            tenant = services.keys.tenant_of(request)
+            call = _Call(request, ticket, tenant, headers=unknown_fields_header(request))
             content = await cancel_on_disconnect(request.receive, answer(body, call))
         ticket.end("success")
         return Response(content, media_type="application/json", headers=call.headers)
@@ -203,7 +204,9 @@ class Pooling:
         options = RequestOptions(
             adapter=adapter,
             priority=BATCH_PRIORITY if BATCH_OWNER in call.request.scope else body.priority or 0,
-            cache_salt=self._salt(body, call.request),
+            cache_salt=self._salt(body, call.tenant),
+            tenant=call.tenant.name,
+            weight=call.tenant.weight,
         )
         fitted = [builder.fit_pooled(prompt, body.truncate_prompt_tokens) for prompt in prompts]
         requests = builder.pooling_requests(f"{response_id}-{unique}", fitted, params, options)
@@ -212,7 +215,7 @@ class Pooling:
         services.admission.check(len(first), sum(len(request.prompt) for request in first))
         entry = Entry(
             response_id=response_id,
-            owner=call.owner,
+            owner=call.tenant.name,
             began=call.ticket.began,
             request_ids=tuple(request.request_id for request in requests),
         )
@@ -236,9 +239,9 @@ class Pooling:
         assert len(vectors) == len(prompts)
         return _Pooled(response_id, adapter or services.card.name, vectors, usage)
 
-    def _salt(self, body: PoolingRequest, request: Request) -> str:
+    def _salt(self, body: PoolingRequest, tenant: Tenant) -> str:
         if self._services.keys.clients:
-            return cache_salt_of(request, body.cache_salt)
+            return tenant.cache_salt(body.cache_salt)
         return body.cache_salt or ""
 
     async def _run(self, groups: list[list[NewRequest]], began: float) -> list[Output]:

@@ -30,6 +30,7 @@ from windlass.serve.protocol import (
     GenerationRequest,
 )
 from windlass.serve.structured import structured_of
+from windlass.serve.tenants import NO_TENANT, Tenant
 from windlass.serve.workers import Workers
 from windlass.text.chat_output import chat_output
 from windlass.text.grammar.schema import unsupported_keywords
@@ -131,16 +132,23 @@ class Preparer:
             "model",
         )
 
-    async def chat(self, body: ChatRequest, report: EngineReport) -> Prepared:
+    async def chat(
+        self, body: ChatRequest, report: EngineReport, tenant: Tenant = NO_TENANT
+    ) -> Prepared:
         self.adapter_of(body.model)
         text, builder = await self.render(body, report), self._builder(report)
         (tokens,) = await self._encode_off_loop(
             len(text), builder.encode_rendered, [text], bool(body.add_special_tokens)
         )
-        return await self._off_loop(body, self._chat, body, text, tokens, report)
+        return await self._off_loop(body, self._chat, body, text, tokens, report, tenant)
 
     def _chat(
-        self, body: ChatRequest, text: str, tokens: list[int], report: EngineReport
+        self,
+        body: ChatRequest,
+        text: str,
+        tokens: list[int],
+        report: EngineReport,
+        tenant: Tenant,
     ) -> Prepared:
         max_tokens = body.max_tokens
         if body.max_completion_tokens is not None:
@@ -159,10 +167,12 @@ class Preparer:
             sampling = replace(sampling, skip_special_tokens=False)
         sampling = self._builder(report).resolve(sampling)
         prompts = [EncodedPrompt(tokens)]
-        prepared = self._prepared("chatcmpl", body, prompts, sampling, report)
+        prepared = self._prepared("chatcmpl", body, prompts, sampling, report, tenant)
         return replace(prepared, parsing=parsing)
 
-    async def completion(self, body: CompletionRequest, report: EngineReport) -> Prepared:
+    async def completion(
+        self, body: CompletionRequest, report: EngineReport, tenant: Tenant = NO_TENANT
+    ) -> Prepared:
         self.adapter_of(body.model)
         prompts, builder, infill = as_prompts(body.prompt), self._builder(report), body.infill
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -176,10 +186,14 @@ class Preparer:
             encoded = await self._encode_off_loop(
                 num_chars, builder.encode_infill, prompts, infill, add_special
             )
-        return await self._off_loop(body, self._completion, body, encoded, report)
+        return await self._off_loop(body, self._completion, body, encoded, report, tenant)
 
     def _completion(
-        self, body: CompletionRequest, prompts: list[EncodedPrompt], report: EngineReport
+        self,
+        body: CompletionRequest,
+        prompts: list[EncodedPrompt],
+        report: EngineReport,
+        tenant: Tenant,
     ) -> Prepared:
         sampling = self._sampling(body, body.max_tokens, body.default_max_tokens, report)
         sampling = self._builder(report).resolve(sampling)
@@ -188,7 +202,7 @@ class Preparer:
         if body.infill is not None and self._card.fim is not None:
             stops = (*sampling.stop_token_ids, *self._card.fim.stop)
             sampling = replace(sampling, stop_token_ids=stops)
-        prepared = self._prepared("cmpl", body, prompts, sampling, report)
+        prepared = self._prepared("cmpl", body, prompts, sampling, report, tenant)
         if body.echo:
             self._decode_prompts(prepared, always=body.truncate_prompt_tokens is not None)
         return prepared
@@ -290,6 +304,7 @@ class Preparer:
         prompts: list[EncodedPrompt],
         sampling: SamplingParams,
         report: EngineReport,
+        tenant: Tenant,
     ) -> Prepared:
         if not prompts:
             raise RequestError("prompt is empty; send at least one.", "prompt")
@@ -305,6 +320,8 @@ class Preparer:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             prediction=prediction,
+            tenant=tenant.name,
+            weight=tenant.weight,
         )
         fitted = [builder.fit(prompt, sampling, body.truncate_prompt_tokens) for prompt in prompts]
         num_prompts = [len(prompt.tokens) for prompt in fitted]

@@ -8,9 +8,8 @@ from starlette.responses import Response
 from windlass.core.trace import RequestTrace
 from windlass.errors import RequestError
 from windlass.serve.bodies import reply
-from windlass.serve.cost import NO_KEY, CostTracker, cost_json
+from windlass.serve.cost import CostTracker, cost_json
 from windlass.serve.explain import Json, explain_trace, phases_of, trace_json
-from windlass.serve.keys import key_name
 from windlass.serve.services import Services
 from windlass.serve.trace_store import Entry
 
@@ -24,10 +23,9 @@ class TraceRoutes:
         self._services = services
 
     def owner_of(self, request: Request) -> str | None:
-        """The name of the request's key; None: an admin key."""
-        if self._services.keys.is_admin(request):
-            return None
-        return key_name(request) if self._services.keys.clients else NO_KEY
+        """The name of the request's tenant; None: an admin, who sees all."""
+        tenant = self._services.keys.tenant_of(request)
+        return None if tenant.admin else tenant.name
 
     async def cost(self, request: Request) -> Response:
         costs = self._services.costs

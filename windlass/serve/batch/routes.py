@@ -21,9 +21,7 @@ from windlass.serve.batch.service import BatchService
 from windlass.serve.batch.store import BatchRecord, FileRecord, Page
 from windlass.serve.batch.upload import Upload, read_upload
 from windlass.serve.bodies import read_as, reply
-from windlass.serve.cost import NO_KEY
 from windlass.serve.hosts import check_origin
-from windlass.serve.keys import key_name
 from windlass.serve.problems import Busy, StorageError
 from windlass.serve.protocol import Body
 from windlass.serve.services import Services
@@ -90,7 +88,7 @@ class _Stored:
         return self._services.batches
 
     def _owner(self, request: Request) -> str:
-        return key_name(request) if self._services.keys.clients else NO_KEY
+        return self._services.keys.tenant_of(request).name
 
 
 class FileRoutes(_Stored):
