@@ -1,4 +1,4 @@
-"""Ends child processes of a server when the server ends."""
+"""How child processes of a server end: with the server, and not by signals to its process group."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def ignore_signals() -> None:
+    """Ignore the signals that end or reload a server.
+
+    A terminal and a service manager signal the whole process group; the parent handles them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _exit_with_parent() -> None:

@@ -266,6 +266,10 @@ class ServeConfig:
     ssl_keyfile: str | None = option(None, "TLS key file.")
     ssl_certfile: str | None = option(None, "TLS certificate file.")
     ssl_ca_certs: str | None = option(None, "TLS CA certificates for verifying clients.")
+    enable_ssl_refresh: bool = option(
+        False,
+        "Load the TLS files again whenever they change; SIGHUP loads them in any case.",
+    )
     allowed_origins: tuple[str, ...] = option(
         (), "Origin that browsers may send requests from (CORS); repeatable."
     )
@@ -407,6 +411,9 @@ class ServeConfig:
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both.")
+        for name in ("ssl_ca_certs", "enable_ssl_refresh"):
+            if getattr(self, name) and not self.ssl_certfile:
+                raise ConfigError(f"{flag(name)} needs --ssl-certfile and --ssl-keyfile.")
         for name in ("chat_template", "score_template"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():

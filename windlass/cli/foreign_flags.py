@@ -776,7 +776,7 @@ _SERVER_FLAGS = (
         'a field of requests: "return_tokens_as_token_ids": true.',
     ),
     _refused(
-        "--grpc-mode --ssl-cert-reqs --enable-ssl-refresh --no-jinja",
+        "--grpc-mode --ssl-cert-reqs --no-jinja",
         f"{VLLM}, {SGLANG}, {LLAMA}",
         "not supported.",
     ),

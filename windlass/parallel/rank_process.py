@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import struct
 import threading
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from windlass.child_process import die_with_parent
+from windlass.child_process import die_with_parent, ignore_signals
 from windlass.errors import EngineError
 from windlass.parallel.channel import Receiver, receive_exactly
 from windlass.parallel.place import Place
@@ -99,9 +98,7 @@ def read_report(link: socket.socket) -> tuple[int, bytes] | None:
 def rank_main(*session: Any) -> NoReturn:
     """Main function of a rank's process."""
     die_with_parent()
-    # A terminal and a service manager signal the whole process group; rank 0's parent handles signals.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()  # rank 0's parent handles them
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     code = 1
     try:

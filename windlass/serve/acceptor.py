@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Awaitable, Callable
 
 from windlass.serve.connections import Connections
+from windlass.serve.tls import Tls
 from windlass.serve.transport import LimitedProtocol
 
 _log = logging.getLogger("windlass.serve")
@@ -57,7 +57,7 @@ class Acceptor:
     def __init__(
         self,
         accept: Accept,
-        tls: ssl.SSLContext | None,
+        tls: Tls | None,
         *,
         make_protocol: Callable[[], LimitedProtocol],
         connections: Connections,
@@ -85,7 +85,7 @@ class Acceptor:
             await loop.connect_accepted_socket(
                 lambda: protocol,
                 accepted,
-                ssl=self._tls,
+                ssl=None if self._tls is None else self._tls.context,
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=timeout_s,
             )

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -18,6 +17,7 @@ from windlass.config import ServeConfig
 from windlass.serve.acceptor import Accept, Acceptor, accept_from
 from windlass.serve.connections import ConnectionLimits, Connections
 from windlass.serve.metrics import Metrics
+from windlass.serve.tls import Tls
 from windlass.serve.transport import LimitedProtocol
 
 LAST_RESPONSES_S = 2  # after the drain: for the error responses of the remaining requests
@@ -33,7 +33,7 @@ class HttpServer(uvicorn.Server):
         *,
         metrics: Metrics,
         max_connections: int,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         accept: Accept | None = None,
     ) -> None:
         self.connections = Connections(

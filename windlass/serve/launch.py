@@ -13,9 +13,10 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.config import Device, ServeConfig
@@ -24,6 +25,7 @@ from windlass.serve.descriptors import raise_descriptor_limit
 from windlass.serve.event_loop import run_loop
 from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
+from windlass.serve.reload import Reloads
 
 _log = logging.getLogger("windlass.serve")
 
@@ -46,13 +48,14 @@ class ServerParts:
     config: ServeConfig
     listener: socket.socket
     on_ready: OnReady
+    reloads: Reloads = field(default_factory=Reloads)
 
 
 def serve(client: EngineHandle, open_card: OpenCard, config: ServeConfig, on_ready: OnReady) -> int:
     """Serve until a signal arrives or the engine has failed for good; returns the exit code.
 
     `open_card` runs while the engine process starts, and may pass it the build.
-    The first SIGTERM or SIGINT lets running requests finish, the second one exits at once. After
+    SIGHUP reads certificates and keys again. The first SIGTERM or SIGINT lets running requests finish, the second one exits at once. After
     the first signal the process exits in any case: if anything blocks it for longer than
     --shutdown-timeout plus _EXIT_GRACE_S, the exit is forced.
     """
@@ -120,7 +123,33 @@ async def _serve_until_signal(parts: ServerParts) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    if sys.platform != "win32":
+        _reload_on_hangup(lambda: loop.call_soon_threadsafe(parts.reloads.request), on_signal)
     return await serve_until(stop, parts)
+
+
+def _reload_on_hangup(
+    reload: Callable[[], object], on_terminal_closed: Callable[[int, object], None]
+) -> None:
+    """Call `reload` at SIGHUP, unless it means that the terminal of the server was closed."""
+    # nohup ignores SIGHUP, so that a closed terminal does not end the process.
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
+
+    def on_hangup(number: int, frame: object) -> None:
+        if ends_with_terminal and not _has_terminal():
+            on_terminal_closed(number, frame)
+        else:
+            reload()
+
+    signal.signal(signal.SIGHUP, on_hangup)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
@@ -135,7 +164,9 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
         await asyncio.sleep(0)  # sends the build to the engine processes
         from windlass.serve.server import Server
 
-        server = Server(client, card, config=parts.config, listener=parts.listener)
+        server = Server(
+            client, card, config=parts.config, listener=parts.listener, reloads=parts.reloads
+        )
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from typing import NoReturn
 
 import zmq
 
-from windlass.child_process import die_with_parent
+from windlass.child_process import die_with_parent, ignore_signals
 from windlass.core.card import EngineReport
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError, WorkerDied
@@ -65,9 +64,7 @@ def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoR
     """
     die_with_parent()
     inherit_logging()
-    # A terminal and a service manager signal the whole process group; the parent handles signals.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     # Torch's allocator would keep the memory that loading needed until the next allocation.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()

@@ -19,11 +19,12 @@ from windlass.serve.handle import EngineHandle
 from windlass.serve.http.pool import HttpWorkers
 from windlass.serve.http_server import LAST_RESPONSES_S, HttpServer
 from windlass.serve.listener import OnReady, url_of
+from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_router
 from windlass.serve.services import make_services
 from windlass.serve.throughput_log import ThroughputLog
-from windlass.serve.tls import tls_context
+from windlass.serve.tls import Tls, make_tls
 
 _log = logging.getLogger("windlass.serve")
 
@@ -38,11 +39,13 @@ class Server:
         *,
         config: ServeConfig,
         listener: socket.socket,
+        reloads: Reloads,
     ) -> None:
         self._client = client
         self._config = config
         self._listener = listener
-        self._services = make_services(client, card, config)
+        self._services = make_services(client, card, config, reloads)
+        self._tls: Tls | None = None  # None: plain HTTP, or the workers have it
         self._workers: HttpWorkers | None = None  # None: this process does their work
         try:
             self._max_connections = connection_cap(config.max_connections)
@@ -53,17 +56,19 @@ class Server:
 
     def _make_server(self, max_connections: int) -> HttpServer:
         config = self._config
-        tls = tls_context(config)  # also where workers use it: a bad file is found now
+        # Also where workers use it: a bad file is found now.
+        tls = make_tls(config, self._services.reloads)
         app = with_direct_send(create_app(self._services, make_router(self._services)))
         if config.http_workers > 1:
             self._workers = HttpWorkers(self._services, max_connections // config.http_workers)
             app = self._workers.announcing(app)
+        self._tls = None if self._workers else tls
         server = HttpServer(
             app,
             config,
             metrics=self._services.metrics,
             max_connections=max_connections,
-            tls=None if self._workers else tls,
+            tls=self._tls,
         )
         if self._workers is None:
             self._services.metrics.watch_connections(server.connections)
@@ -144,6 +149,8 @@ class Server:
     def _endless(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Work that goes on as long as the server does."""
         yield self._server.connections.sweep_forever()
+        if self._tls is not None and self._config.enable_ssl_refresh:
+            yield self._tls.refresh_forever()
         replicas, interval_s = self._client.replicas, self._config.log_stats_interval
         if interval_s:
             yield ThroughputLog(len(replicas)).run(replicas, interval_s)

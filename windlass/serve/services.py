@@ -22,6 +22,7 @@ from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
+from windlass.serve.reload import Reloads
 from windlass.serve.sleep import Sleeper
 from windlass.serve.trace_store import Traces, TraceStore
 from windlass.serve.workers import Workers
@@ -46,6 +47,7 @@ class GenerationServices:
     desk: Desk
     traces: Traces
     workers: Workers
+    reloads: Reloads
     scoring: Scoring
     template: TemplateProcess | None = None  # None: the model has no chat template
     price: Price | None = None  # None: no --price-per-hour
@@ -90,7 +92,9 @@ class Services(GenerationServices):
             self.batches.close()
 
 
-def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) -> Services:
+def make_services(
+    client: EngineHandle, card: ModelCard, config: ServeConfig, reloads: Reloads
+) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
     metrics = Metrics(card.name, len(client.replicas))
     admission = AdmissionControl(config, client, metrics.rejected)
@@ -116,6 +120,7 @@ def make_services(client: EngineHandle, card: ModelCard, config: ServeConfig) ->
         admission=admission,
         traces=traces,
         price=None if costs is None else costs.price,
+        reloads=reloads,
     )
     if common.template is None:
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
@@ -144,6 +149,7 @@ def make_generation_services(
     admission: Admission,
     traces: Traces,
     price: Price | None,
+    reloads: Reloads,
 ) -> GenerationServices:
     """Create the services of the endpoints that generate text; starts the template process."""
     keys = Keys.of(config)
@@ -175,6 +181,7 @@ def make_generation_services(
         price=price,
         recorder=recorder,
         keys=keys,
+        reloads=reloads,
         choices=(
             _sampling_choice(card),
             _pooling_choice(card),

@@ -6,7 +6,6 @@ that it starts fast.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.child_process import die_with_parent
+from windlass.child_process import die_with_parent, ignore_signals
 from windlass.errors import ConfigError, RequestError
 from windlass.text.chat_template import ChatTemplate
 
@@ -81,9 +80,7 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 def template_main(source: TemplateSource, pipe: Connection) -> None:
     """Main function of the process: render jobs until the other end of `pipe` is closed."""
     die_with_parent()
-    # Terminals and service managers signal the whole process group; the parent ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     _limit_memory()
     pipe.send_bytes(encode(Booted()))
     try:

@@ -36,6 +36,7 @@ from windlass.serve.client import EngineClient
 from windlass.serve.cost import NO_KEY
 from windlass.serve.generation import Generation
 from windlass.serve.pooling import Pooling
+from windlass.serve.reload import Reloads
 from windlass.serve.routes import batch_endpoints
 from windlass.serve.services import make_services
 from windlass.tools.resumable import ResumableOutput
@@ -100,7 +101,7 @@ def run_batch(run: RunBatch, config: EngineConfig, serve_config: ServeConfig) ->
     opened = open_model(config)
     client = make_client(config)
     client.build_with(*build_replicas(config, opened.source))
-    services = make_services(client, opened.card, serve_config)
+    services = make_services(client, opened.card, serve_config, Reloads())
     try:
         endpoints = batch_endpoints(Generation(services), Pooling(services))
         rules = LineRules(

@@ -134,11 +134,15 @@ class Sync(msgspec.Struct, tag="sync", frozen=True):
     number: int
 
 
+class Reload(msgspec.Struct, tag="reload", frozen=True):
+    """Makes the worker read its files again: the server's process has received SIGHUP."""
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Ends the worker after its last responses."""
 
 
-ToWorker = State | Outputs | RequestsFailed | TracesReply | Sync | Stop
+ToWorker = State | Outputs | RequestsFailed | TracesReply | Sync | Reload | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(list[FromWorker])

@@ -157,6 +157,7 @@ class HttpWorkers:
         self._retired: list[MetricSample] = []
         self._tasks: list[asyncio.Task[None]] = []
         services.metrics.workers = self
+        services.reloads.add("HTTP workers", self._reload)
 
     def _launch(self, index: int) -> _Worker:
         return _Worker(self._setup, self._services, index)
@@ -238,6 +239,11 @@ class HttpWorkers:
             await app(scope, receive, send if scope["method"] == "GET" else send_in_order)
 
         return call
+
+    async def _reload(self) -> str:
+        for worker in self._workers:
+            worker.send([messages.Reload()])
+        return f"{len(self._workers)} workers read their files again"
 
     async def refresh(self) -> None:
         """Wait until the workers have handled all messages, and have sent their metrics."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import signal
 import socket
 import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
-from windlass.child_process import die_with_parent
+from windlass.child_process import die_with_parent, ignore_signals
 from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.acceptor import Accept
@@ -24,10 +23,11 @@ from windlass.serve.http.remote import RemoteAdmission, RemoteClient, RemoteTrac
 from windlass.serve.http_server import HttpServer
 from windlass.serve.logs import inherit_logging
 from windlass.serve.metrics import Metrics
+from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_worker_router
 from windlass.serve.services import GenerationServices, make_generation_services
-from windlass.serve.tls import tls_context
+from windlass.serve.tls import make_tls
 
 _HEARTBEAT_S = 1.0
 
@@ -46,9 +46,7 @@ class WorkerSetup:
 def worker_main(setup: WorkerSetup, link: socket.socket, connections: socket.socket) -> NoReturn:
     """Main function of the process. `connections` brings the descriptors of connections."""
     die_with_parent()
-    # A terminal and a service manager signal the whole process group; the parent handles signals.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     faulthandler.enable()
     inherit_logging()
     sys.exit(run_loop(_Worker(setup).run(link, connections)))
@@ -64,6 +62,7 @@ class _Worker:
         self._has_state, self._stop = asyncio.Event(), asyncio.Event()
         self._traces = RemoteTraces(self._send)
         self._metrics = Metrics(setup.card.name, setup.num_replicas)
+        self._reloads = Reloads()  # at every SIGHUP of the server's process
         self._outgoing: list[messages.FromWorker] = []
 
     async def run(self, link: socket.socket, connections: socket.socket) -> int:
@@ -74,12 +73,13 @@ class _Worker:
         forward = Forwarder(self._setup.upstream)
         router, paths = make_worker_router(services)
         app = Dispatch(with_direct_send(create_app(services, router)), forward, paths)
+        tls = make_tls(services.config, services.reloads)
         server = HttpServer(
             app,
             services.config,
             metrics=self._metrics,
             max_connections=self._setup.max_connections,
-            tls=tls_context(services.config),
+            tls=tls,
             accept=_receive_from(connections),
         )
         self._metrics.watch_connections(server.connections)
@@ -88,6 +88,8 @@ class _Worker:
             asyncio.create_task(server.connections.sweep_forever()),
             asyncio.create_task(self._report_forever()),
         ]
+        if tls is not None and services.config.enable_ssl_refresh:
+            tasks.append(asyncio.create_task(tls.refresh_forever()))
         await self._stop.wait()
         server.should_exit = True
         await serving
@@ -110,6 +112,7 @@ class _Worker:
             admission=RemoteAdmission(client, config.max_num_queued_reqs),
             traces=self._traces,
             price=None if price is None else Price(price, self._setup.num_replicas),
+            reloads=self._reloads,
         )
         services.desk.check_awake = client.check_open
         return services
@@ -150,6 +153,8 @@ class _Worker:
                 self._traces.on_reply(message)
             case messages.Sync(number):
                 self._send(messages.Synced(number, self._metrics.samples()))
+            case messages.Reload():
+                self._reloads.request()
             case messages.Stop():
                 self._stop.set()
 

@@ -1,0 +1,1 @@
+"""Attacks on the service, each as a test of its defence."""
