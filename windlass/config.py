@@ -361,6 +361,11 @@ class ServeConfig:
     log_stats_interval: float = option(
         10.0, "Seconds between lines with the throughput in the log, while requests run; 0: none."
     )
+    metrics_prefix: Literal["windlass", "vllm", "both"] = option(
+        "windlass",
+        "Names of /metrics that vLLM has too: windlass:NAME, vllm:NAME or both. Others are always "
+        "windlass:NAME.",
+    )
     console: bool = option(True, "Serve the web console at /.")
     enable_log_requests: bool = option(False, "Log every request.")
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")

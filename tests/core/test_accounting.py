@@ -186,6 +186,31 @@ def test_adapters_and_shared_prefixes_are_blockers() -> None:
     assert sum(traces["first"].blocked_s) == 0
 
 
+def test_the_queue_is_counted_by_reason() -> None:
+    world = World(
+        limits(max_num_seqs=2, max_num_batched_tokens=64, num_blocks=64),
+        options={"adapters": Adapters(1, FakeShelf(["slow"], delay=9))},
+    )
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    assert world.scheduler.stats().waiting_by_reason == {}
+    world.add(NewRequest("adapted", [1, 2, 3], sampling, adapter="slow"))
+    world.add(NewRequest("first", [3] * 20, sampling))
+    world.add(NewRequest("second", [3] * 20, sampling))
+    assert world.scheduler.stats().waiting_by_reason == {"next step": 3}
+    world.step()
+    assert world.scheduler.stats().waiting_by_reason == {"adapter": 1, "shared prefix": 1}
+    world.scheduler.abort("adapted")
+    assert world.scheduler.stats().waiting_by_reason == {"shared prefix": 1}
+    world.add(NewRequest("third", [5], sampling))
+    world.step()
+    world.add(NewRequest("fourth", [6], sampling))
+    world.add(NewRequest("fifth", [7], sampling))
+    world.step()
+    stats = world.scheduler.stats()
+    assert stats.num_running == 2
+    assert stats.waiting_by_reason == {"sequences": stats.num_waiting}
+
+
 def test_a_preempted_request_reports_its_cost() -> None:
     world = World(limits(num_blocks=9, max_num_batched_tokens=32), caching=False)
     for name in "ab":

@@ -17,6 +17,7 @@ from windlass.core.trace import (
     BLOCKERS,
     BLOCKS,
     MAX_CHUNKS,
+    NEXT_STEP,
     PREFIX,
     SAMPLE,
     SEQUENCES,
@@ -167,6 +168,17 @@ class StepAccounting:
         if self.blocker == TOKENS:
             return num_waiting
         return sum(blocker == PREFIX for _, blocker in self.passed)
+
+    def waiting(self, num_waiting: int) -> dict[str, int]:
+        """The number of queued requests by what blocked them in the last plan."""
+        counts: dict[str, int] = {}
+        for request, blocker in self.passed:
+            if request.finish is None:
+                counts[BLOCKERS[blocker]] = counts.get(BLOCKERS[blocker], 0) + 1
+        if rest := num_waiting - sum(counts.values()):
+            reason = NEXT_STEP if self.blocker is None else BLOCKERS[self.blocker]
+            counts[reason] = counts.get(reason, 0) + rest
+        return counts
 
     def pass_over(self, request: Request, blocker: int) -> None:
         """Note that requests behind this one may overtake it, since `blocker` is its own."""

@@ -74,6 +74,7 @@ class Adapters:
     def __init__(self, num_slots: int = 0, shelf: Shelf | None = None) -> None:
         self._shelf: Shelf = shelf or _NoShelf()
         self._enabled = shelf is not None
+        self._num_slots = num_slots
         self._free = list(range(num_slots, 0, -1))
         self._slots: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # resident and not pinned
@@ -273,4 +274,9 @@ class Adapters:
             num_loaded=len(shelf.names),
             num_waiting=min(self._num_waiting, num_not_running),
             num_reads=shelf.num_loads,
+            num_slots=self._num_slots,
+            running=tuple(self._pins),
+            waiting=tuple(
+                name for name, count in self._users.items() if count > self._pins.get(name, 0)
+            ),
         )

@@ -214,6 +214,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_waiting_tokens=sum(prompts_left),
+            waiting_by_reason=self.accounting.waiting(len(self._waiting)),
             num_blocks=self._allocator.pool.num_blocks,
             num_used_blocks=self._allocator.pool.num_used,
             num_cached_blocks=self._allocator.pool.num_cached,

@@ -23,6 +23,7 @@ BLOCKERS = (
     "grammar",  # its grammar was being compiled
 )
 SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR = range(len(BLOCKERS))
+NEXT_STEP = "next step"  # queued requests that arrived since the last plan have no blocker yet
 
 MAX_CHUNKS = 64
 

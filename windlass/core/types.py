@@ -232,6 +232,9 @@ class AdapterStats:
     num_loaded: int  # names
     num_waiting: int  # requests that wait for an adapter to load or for a slot
     num_reads: int  # loads since the engine started
+    num_slots: int = 0  # on the device
+    running: tuple[str, ...] = ()  # names of adapters with running requests
+    waiting: tuple[str, ...] = ()  # names of adapters with queued requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,7 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0  # uncomputed prompt tokens of running and queued requests
+    waiting_by_reason: dict[str, int] = field(default_factory=dict)  # queued requests by blocker
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0

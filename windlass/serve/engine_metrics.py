@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from windlass.core.card import EngineReport
+from windlass.core.trace import BLOCKERS, NEXT_STEP
 from windlass.core.types import AdapterStats, EngineStats, ExpertStats, GrammarStats
+from windlass.serve.vllm_metrics import PREFIX
 
 T = TypeVar("T", bound=MetricWrapperBase)
 
-PREFIX = "windlass:"
 COUNTS = tuple(2.0**i for i in range(18))
+_MAX_NAMES = 100  # adapter names in one label
+_REASONS = {each: each.replace(" ", "_") for each in (*BLOCKERS, NEXT_STEP)}
+
+
+class EngineState(Protocol):
+    """What the server knows of an engine without its stats."""
+
+    num_ends: int  # processes that died or hung
+
+    @property
+    def report(self) -> EngineReport: ...
 
 
 class EngineFamilies:
@@ -39,22 +52,61 @@ class EngineFamilies:
         return metric
 
 
+class _Info:
+    """A gauge whose labels are the information: only the current ones are shown."""
+
+    def __init__(self, gauge: Gauge, labels: tuple[str, ...]) -> None:
+        self._gauge = gauge
+        self._labels = labels
+        self._shown: tuple[str, ...] | None = None
+
+    def show(self, *values: object) -> Gauge:
+        """Replace the labels; the caller sets the value."""
+        labels = *self._labels, *map(str, values)
+        if self._shown not in (None, labels):
+            self._gauge.remove(*self._shown)
+        self._shown = labels
+        return self._gauge.labels(*labels)
+
+
 class EngineMetrics:
     """The metrics of one replica."""
 
     def __init__(self, families: EngineFamilies, replica: int) -> None:
         self._families = families
         self._labels = families.values(replica)
+        self._process_metrics()
         self._engine_metrics()
+        self._draft_metrics()
         self._expert_metrics()
         self._adapter_metrics()
         self._grammar_metrics()
 
+    def _process_metrics(self) -> None:
+        self.up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
+        self._restarts = self._counter(
+            "engine_restarts", "Engine processes that died or hung and were to be restarted."
+        )
+        self._num_ends = 0
+        info = self._gauges(
+            "cache_config_info",
+            "1, with the sizes of the KV cache as labels.",
+            *("block_size", "num_gpu_blocks", "bytes_per_block", "enable_prefix_caching"),
+        )
+        self._cache_config = _Info(info, self._labels)
+
     def _engine_metrics(self) -> None:
         self._running = self._gauge("num_requests_running", "Running requests.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._waiting_for = self._gauges(
+            "num_requests_waiting_by_reason",
+            "Requests in the queue by what blocked them in the last plan.",
+            "reason",
+        )
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self.up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
+        self._kv_blocks = self._gauges(
+            "kv_cache_blocks", "KV blocks: used, cached (free and reusable), or free.", "state"
+        )
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._preemptions = self._counter(
             "num_preemptions", "Running requests that were preempted."
@@ -63,6 +115,14 @@ class EngineMetrics:
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._computed = self._counter(
+            "prompt_tokens_computed", "Prompt tokens that steps have computed."
+        )
+        self._seconds = self._labelled(
+            "engine_seconds",
+            "Engine time by phase: prefill, decode or idle; the phases sum up to its uptime.",
+            "phase",
+        )
         self._step_tokens = self._histogram(
             "iteration_tokens_total",
             "Tokens per step, sampled at most ten times per second.",
@@ -78,6 +138,8 @@ class EngineMetrics:
             "executor",
             "reason",
         )
+
+    def _draft_metrics(self) -> None:
         self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
@@ -96,13 +158,15 @@ class EngineMetrics:
         )
 
     def _expert_metrics(self) -> None:
-        self._expert_imbalance = self._layer_gauge(
+        self._expert_imbalance = self._gauges(
             "expert_imbalance",
             "Tokens of a layer's most chosen expert over the mean of its experts, since the start.",
+            "layer",
         )
-        self._rank_imbalance = self._layer_gauge(
+        self._rank_imbalance = self._gauges(
             "expert_rank_imbalance",
             "Tokens of a layer's busiest rank over the mean of its ranks, since the start.",
+            "layer",
         )
 
     def _adapter_metrics(self) -> None:
@@ -114,6 +178,12 @@ class EngineMetrics:
             "Requests that wait for their adapter to load, or for an adapter slot.",
         )
         self._reads = self._counter("lora_adapter_reads", "Adapters read into host memory.")
+        info = self._gauges(
+            "lora_requests_info",
+            "The time of the last stats, with the adapters of running and queued requests as labels.",
+            *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        self._lora_info = _Info(info, self._labels)
 
     def _grammar_metrics(self) -> None:
         self._grammars = self._gauge("grammars", "Grammars of structured outputs in the cache.")
@@ -129,13 +199,12 @@ class EngineMetrics:
         )
 
     def _gauge(self, name: str, help: str) -> Gauge:
-        families = self._families
-        make = partial(Gauge, PREFIX + name, help, families.labels, registry=families.registry)
-        return families.get(Gauge, name, make).labels(*self._labels)
+        return self._gauges(name, help).labels(*self._labels)
 
-    def _layer_gauge(self, name: str, help: str) -> Gauge:
+    def _gauges(self, name: str, help: str, *labels: str) -> Gauge:
+        """A gauge with further labels."""
         families = self._families
-        labels = *families.labels, "layer"
+        labels = *families.labels, *labels
         make = partial(Gauge, PREFIX + name, help, labels, registry=families.registry)
         return families.get(Gauge, name, make)
 
@@ -161,11 +230,39 @@ class EngineMetrics:
         )
         return families.get(Histogram, name, make).labels(*self._labels)
 
-    def observe(self, stats: EngineStats, last: EngineStats) -> None:
-        """Add the difference of two stats of the engine; a new engine counts from zero."""
+    def observe_process(self, state: EngineState) -> None:
+        """Show the engine's process as it is now."""
+        self._restarts.inc(state.num_ends - self._num_ends)
+        self._num_ends = state.num_ends
+        report = state.report
+        capacity = report.capacity
+        values = capacity.block_size, capacity.num_blocks, capacity.bytes_per_block
+        self._cache_config.show(*values, report.prefix_caching).set(1)
+
+    def observe_down(self) -> None:
+        """Show that an engine that is down runs nothing."""
+        self._observe_state(EngineStats())
+
+    def _observe_state(self, stats: EngineStats) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        for reason, label in _REASONS.items():
+            count = stats.waiting_by_reason.get(reason, 0)
+            self._waiting_for.labels(*self._labels, label).set(count)
         self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
+        blocks = {"used": stats.num_used_blocks, "cached": stats.num_cached_blocks}
+        for state, count in {**blocks, "free": num_free}.items():
+            self._kv_blocks.labels(*self._labels, state).set(count)
+
+    def observe(self, stats: EngineStats, last: EngineStats) -> None:
+        """Add the difference of two stats of the engine; a new engine counts from zero."""
+        self._observe_state(stats)
+        self._computed.inc(stats.num_prompt_tokens_computed - last.num_prompt_tokens_computed)
+        for phase in ("prefill", "decode", "idle"):
+            seconds = getattr(stats.account, f"{phase}_s") - getattr(last.account, f"{phase}_s")
+            # Rounding can make differences of long sums slightly negative.
+            self._seconds.labels(*self._labels, phase).inc(max(0.0, seconds))
         self._generated.inc(stats.num_generated_tokens - last.num_generated_tokens)
         self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._queries.inc(stats.prefix_queries - last.prefix_queries)
@@ -205,6 +302,8 @@ class EngineMetrics:
         self._loaded.set(stats.num_loaded)
         self._adapter_waiting.set(stats.num_waiting)
         self._reads.inc(stats.num_reads - (last.num_reads if last is not None else 0))
+        names = (",".join(each[:_MAX_NAMES]) for each in (stats.running, stats.waiting))
+        self._lora_info.show(stats.num_slots, *names).set_to_current_time()
 
     def _observe_grammars(self, stats: GrammarStats, last: GrammarStats | None) -> None:
         self._grammars.set(stats.num_grammars)

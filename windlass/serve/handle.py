@@ -24,6 +24,7 @@ class EngineReplica(Protocol):
 
     index: int
     stats: EngineStats
+    num_ends: int  # processes that died or hung
 
     def generate(self, request: NewRequest, tracked: bool) -> AsyncGenerator[Output, None]:
         """Yield the outputs of a request that this replica computes."""

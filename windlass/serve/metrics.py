@@ -19,9 +19,10 @@ from prometheus_client import (
 
 from windlass.core.types import EngineStats, Timeline
 from windlass.serve.connections import Connections
-from windlass.serve.engine_metrics import COUNTS, PREFIX, EngineFamilies, EngineMetrics
+from windlass.serve.engine_metrics import COUNTS, EngineFamilies, EngineMetrics, EngineState
 from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.metric_samples import MergedRegistry, MetricSample
+from windlass.serve.vllm_metrics import PREFIX, MetricsPrefix, Naming
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
 
@@ -57,9 +58,13 @@ class WorkerMetrics(Protocol):
 class Metrics:
     """Owns a separate registry, so that two servers in one process do not share metrics."""
 
-    def __init__(self, model_name: str, num_replicas: int = 1) -> None:
+    def __init__(
+        self, model_name: str, num_replicas: int = 1, prefix: MetricsPrefix = "windlass"
+    ) -> None:
         self.registry = CollectorRegistry()
         self.workers: WorkerMetrics | None = None  # None: this process has all metrics
+        self._naming = Naming(prefix, num_replicas)
+        self._replicas: Sequence[EngineState] = ()
         self._model_name = model_name
         families = EngineFamilies(self.registry, model_name, num_replicas)
         self._engines = [EngineMetrics(families, replica) for replica in range(num_replicas)]
@@ -92,11 +97,19 @@ class Metrics:
             "prompt_tokens_cached",
             "Prompt tokens of started requests that were found in the prefix cache.",
         )
+        self._by_source = self._labelled(
+            "prompt_tokens_by_source",
+            "Prompt tokens of started requests: computed, or found in the prefix cache.",
+            "source",
+        )
 
     def _connection_metrics(self) -> None:
         self._connections = self._gauge("http_connections", "Open HTTP connections.")
         self._body_bytes = self._gauge(
             "http_buffered_body_bytes", "Bytes of request bodies in reception."
+        )
+        self._worker_restarts = self._counter(
+            "http_worker_restarts", "HTTP workers that ended and were restarted."
         )
         self._cuts = self._labelled(
             "http_connections_cut",
@@ -125,8 +138,24 @@ class Metrics:
             "request_prefill_time_seconds", "Admission to first token.", _LATENCY
         )
         self._decode = histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
+        self._inference = histogram(
+            "request_inference_time_seconds", "Admission to last token.", _LATENCY
+        )
         self._num_prompt = histogram("request_prompt_tokens", "Prompt tokens.", COUNTS)
+        self._num_computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that were not found in the prefix cache.",
+            COUNTS,
+        )
         self._num_output = histogram("request_generation_tokens", "Generated tokens.", COUNTS)
+        self._max_output = histogram(
+            "request_max_num_generation_tokens",
+            "Generated tokens of the longest of a request's completions.",
+            COUNTS,
+        )
+        self._preemptions = histogram(
+            "request_num_preemptions", "Preemptions of a completion.", (0, *_FEW)
+        )
         self._param_max = histogram("request_params_max_tokens", "Requested max_tokens.", COUNTS)
         self._param_n = histogram("request_params_n", "Requested n.", _FEW)
 
@@ -152,9 +181,13 @@ class Metrics:
         """The exposition; `engines_up`: whether each replica is healthy."""
         for engine, is_up in zip(self._engines, engines_up, strict=True):
             engine.up.set(is_up)
+            if not is_up:
+                engine.observe_down()
+        for engine, replica in zip(self._engines, self._replicas, strict=False):
+            engine.observe_process(replica)
         for level, state in enumerate(_SLEEP_STATES):
             self._sleep.labels(self._model_name, state).set(level == sleep_level)
-        return generate_latest(self._all())
+        return generate_latest(self._naming.apply(self._all()))
 
     def _all(self) -> CollectorRegistry:
         """The metrics of all processes."""
@@ -185,6 +218,13 @@ class Metrics:
     def observe_stats(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the difference of two stats of a replica's engine; a new engine counts from zero."""
         self._engines[replica].observe(stats, last)
+
+    def watch_engines(self, replicas: Sequence[EngineState]) -> None:
+        """Read the state of the engines whenever the metrics are rendered."""
+        self._replicas = replicas
+
+    def worker_restarted(self) -> None:
+        self._worker_restarts.inc()
 
     # ---- connections -------------------------------------------------------------------------
 
@@ -218,6 +258,10 @@ class Metrics:
         self._ttft.observe(since_arrival_s)
         self._prompt.inc(timeline.num_prompt)
         self._cached.inc(timeline.num_cached)
+        num_computed = timeline.num_prompt - timeline.num_cached
+        self._num_computed.observe(num_computed)
+        self._by_source.labels(self._model_name, "local_compute").inc(num_computed)
+        self._by_source.labels(self._model_name, "local_cache_hit").inc(timeline.num_cached)
         self._num_prompt.observe(timeline.num_prompt)
         if timeline.admitted is not None and timeline.first_token is not None:
             self._queue.observe(timeline.admitted - timeline.arrived)
@@ -226,14 +270,30 @@ class Metrics:
     def next_tokens(self, since_last_s: float, num_tokens: int) -> None:
         self._itl.observe(since_last_s / num_tokens, num_tokens)
 
-    def finished(self, reason: str, *, num_tokens: int, decode_s: float, total_s: float) -> None:
+    def finished(
+        self,
+        reason: str,
+        *,
+        num_tokens: int,
+        decode_s: float,
+        total_s: float,
+        timeline: Timeline | None = None,
+    ) -> None:
         """Count a finished completion. Times are those of the HTTP process."""
         self._success.labels(self._model_name, reason).inc()
+        if timeline is not None:
+            self._preemptions.observe(timeline.num_preemptions)
+            if timeline.admitted is not None and timeline.first_token is not None:
+                self._inference.observe(timeline.first_token - timeline.admitted + decode_s)
         self._num_output.observe(num_tokens)
         self._decode.observe(decode_s)
         self._e2e.observe(total_s)
         if num_tokens > 1:
             self._tpot.observe(decode_s / (num_tokens - 1))
+
+    def all_finished(self, max_num_tokens: int) -> None:
+        """Count the longest of the completions of one prompt."""
+        self._max_output.observe(max_num_tokens)
 
 
 def _buckets(histogram: Histogram, others: Sequence[MetricSample]) -> dict[str, list[float | None]]:

@@ -260,7 +260,11 @@ class Pooling:
                         if output.timeline is not None:
                             metrics.first_token(seconds, output.timeline)
                         metrics.finished(
-                            output.finish or "stop", num_tokens=0, decode_s=0.0, total_s=seconds
+                            output.finish or "stop",
+                            num_tokens=0,
+                            decode_s=0.0,
+                            total_s=seconds,
+                            timeline=output.timeline,
                         )
                 finally:
                     client.drop(inbox)

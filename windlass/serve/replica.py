@@ -72,6 +72,7 @@ class Replica:
         self._unseen: deque[int] = deque()  # prompt lengths
         self.untraced: set[str] = set()  # requests whose traces have not arrived
         self.stats = EngineStats()
+        self.num_ends = 0  # processes that died or hung
 
     # ---- events of the supervisor --------------------------------------------------------------
 
@@ -108,6 +109,7 @@ class Replica:
                 self._calls.on_reply(message)
 
     def on_end(self, how: str, running: frozenset[bytes]) -> None:
+        self.num_ends += 1
         self._owner.on_end(self, how, running)
         self._calls.fail(how)
         self._adapter_calls.fail(how)

@@ -134,6 +134,7 @@ class CompletionResponse:
         config, card = services.config, services.card
         self._client = services.client
         self._traces = services.traces
+        self._metrics = services.metrics
         self._owner = owner
         self._entry: Entry | None = None
         self._inbox: Inbox | None = None
@@ -174,7 +175,15 @@ class CompletionResponse:
             if self._entry is not None:
                 self._traces.mark_lost(self._entry)
             raise
+        self._count_longest()
         return None
+
+    def _count_longest(self) -> None:
+        """Report the longest completion of each prompt."""
+        n = self._prepared.sampling.n
+        for start in range(0, len(self._served), n):
+            longest = max(each.num_tokens for each in self._served[start : start + n])
+            self._metrics.all_finished(longest)
 
     def _start(self) -> Inbox:
         self._entry = Entry(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from windlass.core.types import Output
+from windlass.core.types import Output, Timeline
 from windlass.serve.metrics import Metrics
 from windlass.text.completion import Completion, Delta
 
@@ -20,9 +20,12 @@ class TokenTimer:
         self._arrived = arrived
         self._first_at: float | None = None
         self._last_at = arrived
+        self._timeline: Timeline | None = None
 
     def tokens(self, output: Output) -> None:
         now = time.monotonic()
+        if output.timeline is not None:
+            self._timeline = output.timeline
         if self._first_at is None:
             self._first_at = now
             if output.timeline is not None:
@@ -34,7 +37,13 @@ class TokenTimer:
     def end(self, reason: str, num_tokens: int) -> None:
         decode_s = self._last_at - (self._first_at or self._last_at)
         total_s = self._last_at - self._arrived
-        self._metrics.finished(reason, num_tokens=num_tokens, decode_s=decode_s, total_s=total_s)
+        self._metrics.finished(
+            reason,
+            num_tokens=num_tokens,
+            decode_s=decode_s,
+            total_s=total_s,
+            timeline=self._timeline,
+        )
 
 
 class ServedCompletion:

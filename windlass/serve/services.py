@@ -96,7 +96,8 @@ def make_services(
     client: EngineHandle, card: ModelCard, config: ServeConfig, reloads: Reloads
 ) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
-    metrics = Metrics(card.name, len(client.replicas))
+    metrics = Metrics(card.name, len(client.replicas), config.metrics_prefix)
+    metrics.watch_engines(client.replicas)
     admission = AdmissionControl(config, client, metrics.rejected)
     costs = make_cost_tracker(
         config.price_per_hour, card.name, metrics.registry, len(client.replicas)

@@ -148,6 +148,10 @@ def test_invalid_results_are_rejected(windlass: Windlass, tmp_path: Path) -> Non
             "llamacpp:requests_processing 4\nllamacpp:requests_deferred 0\n",
             MetricsSample(1.0, 4.0, 0.0, None),
         ),
+        (  # --metrics-prefix both
+            "windlass:num_requests_running 4\nvllm:num_requests_running 4\n",
+            MetricsSample(1.0, 4.0),
+        ),
         ("other:num_requests_running 4\nvllm:num_requests_running soon\n", MetricsSample(1.0)),
     ],
 )

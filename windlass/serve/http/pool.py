@@ -270,6 +270,7 @@ class HttpWorkers:
             began = time.monotonic()
             await worker.ended.wait()
             _log.error("HTTP worker %d has ended and is restarted; its requests are lost", index)
+            self._services.metrics.worker_restarted()
             self._retired = _retire(self._retired, worker.samples)
             worker.samples = ()
             await worker.close()

@@ -51,12 +51,15 @@ class MetricsSample:
 
 def parse(text: str, at: float) -> MetricsSample:
     """Parse Prometheus text. Over labels, request counts are summed and shares take the maximum."""
-    found: dict[str, list[float]] = {}
+    by_prefix: dict[str, dict[str, list[float]]] = {prefix: {} for prefix in _PREFIXES}
     for name, value in _LINE.findall(text):
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
         number = _as_number(value)
         if prefix is not None and not math.isnan(number):
-            found.setdefault(name.removeprefix(prefix), []).append(number)
+            by_prefix[prefix].setdefault(name.removeprefix(prefix), []).append(number)
+    found: dict[str, list[float]] = {}
+    for values in reversed(by_prefix.values()):  # the same metric may have two names
+        found |= values
 
     def first(names: tuple[str, ...]) -> list[float]:
         return next((found[name] for name in names if name in found), [])
