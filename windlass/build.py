@@ -532,12 +532,19 @@ def build_for_process(
     return built.engine, built.report
 
 
-def make_client(config: EngineConfig, hang_timeout: float = 120.0) -> EngineClient:
+def make_client(
+    config: EngineConfig, hang_timeout: float = 120.0, retry_on_restart: bool = False
+) -> EngineClient:
     """The client of the config's replicas; `build_replicas` makes what they build."""
     from windlass.serve.client import EngineClient
 
-    num_replicas = config.parallel.data_parallel_size
-    return EngineClient(None, hang_timeout, prepare=import_torch, num_replicas=num_replicas)
+    return EngineClient(
+        None,
+        hang_timeout,
+        prepare=import_torch,
+        num_replicas=config.parallel.data_parallel_size,
+        retry_on_restart=retry_on_restart,
+    )
 
 
 def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
@@ -610,7 +617,7 @@ def serve(
             f"--lora-modules names {name!r}, which is a name of the base model in the API. "
             "Choose another name, or rename the base model with --served-model-name."
         )
-    client = make_client(config, serve_config.hang_timeout)
+    client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
     if serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
 

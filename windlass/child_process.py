@@ -1,22 +1,68 @@
-"""How child processes of a server end: with the server, and not by signals to its process group."""
+"""Child processes: they end with their parent, and not by signals to its process group."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """End this process when its parent ends.
+def start_child(process: BaseProcess) -> None:
+    """Start a process that calls `die_with_parent`, in a thread that lives as long as this process.
 
-    On Linux the kernel kills it, even while it is stopped, when the parent thread ends. On other
-    systems, and if the parent ended before this call, a thread does it.
+    The kernel would kill the child when the thread that started it ends.
+    """
+    if threading.current_thread() is threading.main_thread():
+        process.start()
+    else:
+        _Starter.of_process(os.getpid()).call(process.start)
+
+
+class _Starter:
+    """Owns a thread that never ends. One per process: a fork copies no threads."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._run, name="windlass-starter", daemon=True).start()
+
+    @staticmethod
+    @functools.cache
+    def of_process(_pid: int) -> _Starter:
+        return _Starter()
+
+    def call(self, start: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+        self._calls.put((start, done))
+        done.result()
+
+    def _run(self) -> None:
+        while True:
+            start, done = self._calls.get()
+            try:
+                start()
+            except BaseException as error:  # raised in the thread that called
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+def die_with_parent() -> None:
+    """End this process when its parent ends; `start_child` must have started it.
+
+    On Linux the kernel kills it, even while it is stopped. On other systems, and if the parent
+    ended before this call, a thread does it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

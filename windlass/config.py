@@ -355,6 +355,11 @@ class ServeConfig:
         "Seconds without a heartbeat until the engine process counts as hung; it is killed and "
         "restarted after 1.5 times this. 0: never.",
     )
+    retry_on_restart: bool = option(
+        False,
+        "When the engine dies, run requests of which the client has seen nothing once more in the "
+        "restarted engine, instead of a 503 at once.",
+    )
     log_format: Literal["text", "json"] = option(
         "text", "Format of the log; json: one object per line."
     )

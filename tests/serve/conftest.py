@@ -85,7 +85,11 @@ def running(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     client = EngineClient(
-        build or counting(Options()), config.hang_timeout, restarts, num_replicas=num_replicas
+        build or counting(Options()),
+        config.hang_timeout,
+        restarts,
+        num_replicas=num_replicas,
+        retry_on_restart=config.retry_on_restart,
     )
     ready: list[str] = []
     result: list[int | BaseException] = []

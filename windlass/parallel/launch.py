@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from windlass import errors
+from windlass.child_process import start_child
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
 from windlass.parallel.channel import Sender, make_ring
@@ -178,7 +179,7 @@ class RankProcesses(ABC):
                     name=f"windlass-rank-{self._ranks[index]}",
                     daemon=True,
                 )
-                process.start()
+                start_child(process)
             self._processes.append(process)
             self._pipes.append(pipe)
             name = f"rank {self._ranks[index]}{self._where}"

@@ -2,8 +2,9 @@
 
 One engine, or several replicas of it, of which routing.py chooses one for each request. replica.py
 knows one engine, and supervisor.py restarts its process. When an engine ends, requests that it had not
-started go to another replica once, and the others fail; quarantine.py decides which requests may run
-again. This module does not know HTTP.
+started go to another replica once, and the others fail. With `retry_on_restart`, all requests of which
+the client has seen nothing run once more, on another replica or in the restarted engine; quarantine.py
+decides which requests may run again. This module does not know HTTP.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class EngineClient:
         restarts: RestartPolicy | None = None,
         prepare: Prepare = _no_preparation,
         num_replicas: int = 1,
+        retry_on_restart: bool = False,
     ) -> None:
         launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
         self.replicas = [
@@ -87,6 +89,8 @@ class EngineClient:
         self._flights: dict[str, _Flight] = {}
         self._router: PrefixRouter | None = None  # None: there is one replica
         self._quarantine = Quarantine()
+        self._retry_on_restart = retry_on_restart
+        self._waiting: dict[str, messages.Add] = {}  # until an engine is up again, by request id
         self.adapters = AdapterRegistry()
         self.num_finished = 0
         self.failed = asyncio.Event()
@@ -151,10 +155,15 @@ class EngineClient:
         elif len(self.replicas) > 1:
             sizes = [max_blocks] * len(self.replicas)
             self._router = PrefixRouter(report.capacity.block_size, sizes)
+        waiting, self._waiting = self._waiting, {}
+        self._send([add for add in waiting.values() if self._quarantine.enter(add)])
 
     def on_failed(self) -> None:
         if all(each.supervisor.has_failed for each in self.replicas):
             self.failed.set()
+            waiting, self._waiting = self._waiting, {}
+            for inbox in _inboxes(self._flights[name] for name in waiting):
+                inbox.put(WorkerDied(f"{self.health().reason}."))
 
     def on_end(self, replica: Replica, how: str, running: frozenset[bytes]) -> None:
         """Resend or fail the requests of an engine that ended."""
@@ -184,7 +193,11 @@ class EngineClient:
         if self.on_traces_lost is not None:
             self.on_traces_lost(replica.untraced - {each.request.request_id for each in resent})
         replica.untraced.clear()
-        self._send([*released, *(add for add in resent if quarantine.enter(add))])
+        if self._up:
+            released += [add for add in resent if quarantine.enter(add)]
+        else:
+            self._waiting |= {add.request.request_id: add for add in resent}
+        self._send(released)
 
     def _fail(
         self,
@@ -194,20 +207,17 @@ class EngineClient:
         started: Collection[str],
         blocked: Mapping[str, EngineError],
     ) -> list[messages.Add]:
-        """Fail the responses of lost requests; returns the requests to send to another replica.
-
-        A response is not failed if none of its lost requests was started, has an output or was resent.
-        """
+        """Fail the responses of lost requests; returns the requests to run once more."""
         others_up = bool(self._up)
         resent = []
         for inbox in _inboxes(lost.values()):
             mine = {name: lost[name] for name in inbox.open_ids if name in lost}
-            may_resend = others_up and not any(
-                name in started
-                or name in blocked
-                or each.has_output
+            may_resend = (others_up or self._retry_on_restart) and not any(
+                name in blocked
                 or each.was_resent
                 or each.is_pinned
+                or (name in started and not self._retry_on_restart)
+                or (each.has_output and not (self._retry_on_restart and inbox.can_restart))
                 for name, each in mine.items()
             )
             for flight in mine.values():
@@ -215,8 +225,10 @@ class EngineClient:
                 if self._router is not None:
                     self._router.ended(flight.add.request.request_id)
             if may_resend:
-                for flight in mine.values():
-                    flight.was_resent = True
+                for name, flight in mine.items():
+                    if flight.has_output:
+                        inbox.restart(name)
+                    flight.was_resent, flight.has_output = True, False
                     resent.append(flight.add)
             else:
                 inbox.put(_end_error(mine, how, started=started, blocked=blocked))
@@ -231,7 +243,7 @@ class EngineClient:
 
         An error of one request is raised and ends all. `Output.request_id` identifies the request.
         """
-        inbox = self.submit(requests, tracked, replica)
+        inbox = self.submit(requests, tracked, replica=replica)
         try:
             while (output := await self.next(inbox)) is not None:
                 yield output
@@ -248,14 +260,20 @@ class EngineClient:
             self.abort(request_id)
 
     def submit(
-        self, requests: Sequence[NewRequest], tracked: bool = True, replica: Replica | None = None
+        self,
+        requests: Sequence[NewRequest],
+        tracked: bool = True,
+        on_restart: Callable[[str], None] | None = None,
+        *,
+        replica: Replica | None = None,
     ) -> Inbox:
         """Send requests to an engine; read the outputs with `next` and call `drop` at the end.
 
-        Untracked requests (the server's own probes) are never blocked. `replica` None: the router
-        chooses one.
+        Untracked requests (the server's own probes) are never blocked. `on_restart` is called with
+        the id of a request that starts again after a restart of the engine: its outputs so far are
+        void. None: a request with outputs fails instead. `replica` None: the router chooses one.
         """
-        inbox = Inbox(request.request_id for request in requests)
+        inbox = Inbox((request.request_id for request in requests), on_restart)
         self._submit(requests, inbox, tracked=tracked, replica=replica)
         return inbox
 
@@ -333,6 +351,7 @@ class EngineClient:
     def ended(self, request_id: str, completed: bool) -> None:
         """Forget a request whose last output was read."""
         flight = self._flights.pop(request_id)
+        self._waiting.pop(request_id, None)
         flight.inbox.open_ids.discard(request_id)
         self.num_finished += 1
         if self._router is not None:
@@ -510,8 +529,12 @@ class EngineClient:
         return Backlog(
             num_running=sum(each.num_running for each in all_backlogs),
             num_waiting=sum(each.num_waiting for each in all_backlogs),
-            num_unseen=sum(each.num_unseen for each in all_backlogs) + quarantine.num_held,
-            num_tokens=sum(each.num_tokens for each in all_backlogs) + quarantine.num_held_tokens,
+            num_unseen=sum(each.num_unseen for each in all_backlogs)
+            + quarantine.num_held
+            + len(self._waiting),
+            num_tokens=sum(each.num_tokens for each in all_backlogs)
+            + quarantine.num_held_tokens
+            + sum(len(add.request.prompt) for add in self._waiting.values()),
         )
 
     def health(self) -> Health:

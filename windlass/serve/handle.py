@@ -61,10 +61,17 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
+    def submit(
+        self,
+        requests: Sequence[NewRequest],
+        tracked: bool = True,
+        on_restart: Callable[[str], None] | None = None,
+    ) -> Inbox:
         """Send requests to the engine; read the outputs with `next` and call `drop` at the end.
 
-        Untracked requests (the server's own probes) are never blocked.
+        Untracked requests (the server's own probes) are never blocked. `on_restart` is called with
+        the id of a request that starts again after a restart of the engine: its outputs so far are
+        void. None: a request with outputs fails instead.
         """
         ...
 

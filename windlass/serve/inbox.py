@@ -16,10 +16,13 @@ Item = Output | EngineError
 class Inbox:
     """Shared by the completions of one response; `open_ids` are the requests that have not ended."""
 
-    __slots__ = ("_items", "_max_items", "_on_full", "_waiting", "open_ids")
+    __slots__ = ("_items", "_max_items", "_on_full", "_on_restart", "_waiting", "open_ids")
 
-    def __init__(self, request_ids: Iterable[str]) -> None:
+    def __init__(
+        self, request_ids: Iterable[str], on_restart: Callable[[str], None] | None = None
+    ) -> None:
         self.open_ids = set(request_ids)
+        self._on_restart = on_restart
         self._items: deque[Item] = deque()
         self._max_items = sys.maxsize
         self._on_full: Callable[[], None] = lambda: None
@@ -29,6 +32,21 @@ class Inbox:
         """Call `on_full` for every item that arrives while `max_items` or more wait."""
         self._max_items = max_items
         self._on_full = on_full
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether requests may start again after outputs: nothing was sent to the client."""
+        return self._on_restart is not None
+
+    def restart(self, request_id: str) -> None:
+        """Drop the outputs of a request, which starts again."""
+        assert self._on_restart is not None
+        self._items = deque(
+            each
+            for each in self._items
+            if isinstance(each, EngineError) or each.request_id != request_id
+        )
+        self._on_restart(request_id)
 
     def put(self, item: Item) -> None:
         self._items.append(item)

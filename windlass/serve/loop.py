@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -43,9 +44,10 @@ _WAIT_FOR_BATCH_S = 0.002
 _MAX_FAILED_STEPS = 3
 _MAX_FINAL_STEPS = 16
 _LINGER_MS = 2000
-# The HTTP process considers the engine hung after `hang_timeout` and kills it after 1.5 times that
-# (health.py). In between, the engine process dumps the stacks of its threads and exits.
+# The HTTP process considers the engine hung after `hang_timeout`, sends DUMP_SIGNAL, and kills it after
+# 1.5 times that (health.py). In between, the engine process dumps its stacks once more and exits.
 _SELF_EXIT_AFTER = 1.25
+DUMP_SIGNAL = signal.SIGUSR1  # logs the stacks of all threads, even if one never returns to Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoR
     # Torch's allocator would keep the memory that loading needed until the next allocation.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, chain=False)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

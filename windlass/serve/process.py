@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from windlass.child_process import start_child
 from windlass.core.card import EngineReport
 from windlass.errors import (
     AdapterConflict,
@@ -33,7 +36,7 @@ from windlass.errors import (
 )
 from windlass.serve import messages
 from windlass.serve.journal import read_journal
-from windlass.serve.loop import Build, Launch, Prepare, engine_main
+from windlass.serve.loop import DUMP_SIGNAL, Build, Launch, Prepare, engine_main
 
 _log = logging.getLogger("windlass.serve")
 
@@ -94,7 +97,7 @@ class EngineProcess:
                 self._process = spawn.Process(
                     target=engine_main, args=(launch, prepare, receiver), name="windlass-engine"
                 )
-                self._process.start()
+                start_child(self._process)
             undo.pop_all()
         # Without this an interpreter that exits on an error would wait for the engine forever.
         atexit.register(self._process.kill)
@@ -184,6 +187,19 @@ class EngineProcess:
         self._build_pipe.close()
         self._process.close()  # closes two pipes that would otherwise wait for the garbage collector
         self._journal.unlink(missing_ok=True)
+
+    def dump_stacks(self) -> None:
+        """Log the stacks of all threads; a stopped process does it when it is continued."""
+        self._signal(DUMP_SIGNAL)
+
+    def resume(self) -> None:
+        """Continue a stopped process."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process.pid is not None and not self._dead.is_set():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

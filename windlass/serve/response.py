@@ -195,8 +195,16 @@ class CompletionResponse:
             adapter=self._prepared.requests[0].adapter,
         )
         self._traces.open(self._entry)
-        self._inbox = self._client.submit(self._prepared.requests)
+        on_restart = None if self._body.stream else self._restart
+        self._inbox = self._client.submit(self._prepared.requests, on_restart=on_restart)
         return self._inbox
+
+    def _restart(self, request_id: str) -> None:
+        """Void the output of a completion: its request starts again."""
+        served = self._by_id[request_id].restarted()
+        self._by_id[request_id] = served
+        self._served[served.completion.index] = served
+        self._completions[served.completion.index] = served.completion
 
     def limit_backlog(self, max_bytes: int, on_full: Callable[[], None]) -> None:
         """Call `on_full` when about `max_bytes` of outputs wait to be sent."""

@@ -64,6 +64,10 @@ class ServedCompletion:
         self._first = True
         self._pending: Delta | None = None
 
+    def restarted(self) -> ServedCompletion:
+        """The completion without output. Latencies count from its first output of all."""
+        return ServedCompletion(self.completion.restarted(), self._timer, self._interval)
+
     @property
     def num_tokens(self) -> int:
         """Generated tokens, up to the one that completed a stop string."""

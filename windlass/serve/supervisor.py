@@ -28,6 +28,8 @@ from windlass.serve.process import EngineProcess
 
 _log = logging.getLogger("windlass.serve")
 
+_DUMP_S = 0.3  # for a process that is about to be killed to dump its stacks
+
 
 class EngineEvents(Protocol):
     """What the supervisor reports of its engine, in the event loop's thread."""
@@ -185,6 +187,7 @@ class EngineSupervisor:
     async def _wait_for_end(self, process: EngineProcess) -> str:
         """Wait until the process has died or its heartbeat is lost; returns a description."""
         heartbeat = self._heartbeat
+        was_late = False
         ended = asyncio.create_task(process.ended())
         try:
             while True:
@@ -195,7 +198,13 @@ class EngineSupervisor:
                     how = process.describe_exit()
                     return f"{hung}; {how}" if heartbeat.is_late else self._label + how
                 if heartbeat.is_lost and self._sleeping is None:
+                    process.resume()  # a stopped process dumps its stacks now
+                    await asyncio.wait({ended}, timeout=_DUMP_S)
                     return f"{hung} and was killed"
+                if heartbeat.is_late and not was_late:
+                    _log.error("%s; its stacks follow", hung)
+                    process.dump_stacks()
+                was_late = heartbeat.is_late
         finally:
             ended.cancel()
 

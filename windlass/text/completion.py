@@ -44,7 +44,12 @@ class Completion:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.timeline: Timeline | None = None  # the last one, where the owner keeps it
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, request.sampling)
+
+    def restarted(self) -> Completion:
+        """The completion without output."""
+        return Completion(self.index, self.request, self._tokenizer)
 
     @property
     def text(self) -> str:

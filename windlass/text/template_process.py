@@ -14,6 +14,7 @@ import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from windlass.child_process import start_child
 from windlass.errors import CapacityError, ConfigError, RequestError, WorkerDied
 from windlass.text.template_worker import (
     GIVE_ANOTHER,
@@ -54,7 +55,7 @@ class _Process:
         self._process = spawn.Process(
             target=template_main, args=(source, child_pipe), name="windlass-template"
         )
-        self._process.start()
+        start_child(self._process)
         child_pipe.close()
         # Otherwise an interpreter that exits after an error would wait for the process forever.
         atexit.register(self._process.kill)

@@ -23,9 +23,12 @@ class _RelayInbox(Inbox):
     __slots__ = ("_forward",)
 
     def __init__(
-        self, requests: Sequence[NewRequest], forward: Callable[[Inbox, Item], None]
+        self,
+        requests: Sequence[NewRequest],
+        forward: Callable[[Inbox, Item], None],
+        on_restart: Callable[[str], None] | None,
     ) -> None:
-        super().__init__(request.request_id for request in requests)
+        super().__init__((request.request_id for request in requests), on_restart)
         self._forward = forward
 
     def put(self, item: Item) -> None:
@@ -54,8 +57,8 @@ class Broker:
         match message:
             case messages.Open():
                 self._services.traces.open(Entry(**msgspec.structs.asdict(message)))
-            case messages.Submit(requests):
-                self._submit(requests)
+            case messages.Submit(requests, can_restart):
+                self._submit(requests, can_restart)
             case messages.Abort(request_id, completed):
                 self._services.client.abort(request_id, completed)
                 self._forget(request_id)
@@ -64,9 +67,10 @@ class Broker:
                 self._replies.add(reply)
                 reply.add_done_callback(self._replies.discard)
 
-    def _submit(self, requests: list[NewRequest]) -> None:
+    def _submit(self, requests: list[NewRequest], can_restart: bool) -> None:
         services = self._services
-        inbox = _RelayInbox(requests, self._forward)
+        on_restart = self._restarted if can_restart else None
+        inbox = _RelayInbox(requests, self._forward, on_restart)
         self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
         services.desk.hold()
         try:
@@ -85,6 +89,10 @@ class Broker:
         if not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
+
+    def _restarted(self, request_id: str) -> None:
+        self._outputs = [each for each in self._outputs if each.request_id != request_id]
+        self._send([messages.Restarted(request_id)])
 
     def _flush(self) -> None:
         """Send what was collected, and forget the requests that have ended."""

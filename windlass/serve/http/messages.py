@@ -69,6 +69,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     """Sends the requests of one response to the engine."""
 
     requests: list[NewRequest]
+    can_restart: bool  # nothing is sent to the client before the requests have ended
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -123,6 +124,12 @@ class RequestsFailed(msgspec.Struct, tag="failed", frozen=True):
     error: ErrorMessage
 
 
+class Restarted(msgspec.Struct, tag="restarted", frozen=True):
+    """A request starts again in a restarted engine: its outputs so far are void."""
+
+    request_id: str
+
+
 class TracesReply(msgspec.Struct, tag="traces", frozen=True):
     number: int
     traces: list[RequestTrace] | None
@@ -142,7 +149,7 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Ends the worker after its last responses."""
 
 
-ToWorker = State | Outputs | RequestsFailed | TracesReply | Sync | Reload | Stop
+ToWorker = State | Outputs | RequestsFailed | Restarted | TracesReply | Sync | Reload | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(list[FromWorker])

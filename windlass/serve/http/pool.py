@@ -15,6 +15,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.child_process import start_child
 from windlass.core.card import Choice
 from windlass.errors import EngineError, WorkerDied
 from windlass.serve.acceptor import accept_forever, accept_from
@@ -66,7 +67,7 @@ class _Worker:
                 args=(setup, theirs, their_connections),
                 name=f"windlass-http-{index}",
             )
-            self.process.start()
+            start_child(self.process)
 
     async def open(self, state: messages.State) -> None:
         end, self._link_end = self._link_end, None

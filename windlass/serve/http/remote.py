@@ -53,11 +53,16 @@ class RemoteClient:
         finally:
             self.drop(inbox)
 
-    def submit(self, requests: Sequence[NewRequest], tracked: bool = True) -> Inbox:
+    def submit(
+        self,
+        requests: Sequence[NewRequest],
+        tracked: bool = True,
+        on_restart: Callable[[str], None] | None = None,
+    ) -> Inbox:
         assert tracked, "the server's process sends its own probes"
-        inbox = Inbox(request.request_id for request in requests)
+        inbox = Inbox((request.request_id for request in requests), on_restart)
         self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
-        self._send(messages.Submit(list(requests)))
+        self._send(messages.Submit(list(requests), inbox.can_restart))
         return inbox
 
     async def next(self, inbox: Inbox) -> Output | None:
@@ -83,6 +88,11 @@ class RemoteClient:
             inbox = self._inboxes.get(output.request_id)
             if inbox is not None:  # else it was aborted meanwhile
                 inbox.put(output)
+
+    def on_restarted(self, request_id: str) -> None:
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.restart(request_id)
 
     def on_failed(self, failed: messages.RequestsFailed) -> None:
         found = (self._inboxes.get(request_id) for request_id in failed.request_ids)

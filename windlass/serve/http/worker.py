@@ -146,6 +146,9 @@ class _Worker:
             case messages.Outputs(outputs):
                 assert self._client is not None
                 self._client.on_outputs(outputs)
+            case messages.Restarted(request_id):
+                assert self._client is not None
+                self._client.on_restarted(request_id)
             case messages.RequestsFailed():
                 assert self._client is not None
                 self._client.on_failed(message)
