@@ -15,6 +15,7 @@ from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
 from tests.kernels.test_latent import make_weights
 from windlass.core.mla import LatentHeads
+from windlass.core.types import Row, SlotId
 from windlass.kernels import latent, reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
@@ -106,3 +107,44 @@ def test_attention(num_q: int, dtype: torch.dtype) -> None:
     got = latent_attention(queries, kv, each, 0.2, heads.rank)
     chunk = batch.spans[-1]
     torch.testing.assert_close(got[chunk.first :], want[chunk.first :], atol=error, rtol=10 * error)
+
+
+@inside
+@pytest.mark.parametrize("rows", [[(0, 150)], [(30, 20), (0, 130), (700, 140), (300, 1)]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("joint", [True, False])
+def test_chunks_with_keys_and_values_of_every_head(
+    rows: list[tuple[int, int]], dtype: torch.dtype, joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.kernels.triton import latent_expanded
+    from windlass.kernels.triton.latent import decode_parts
+    from windlass.runner.cuda import metadata
+
+    monkeypatch.setattr(metadata, "MIN_EXPANDED", 100)
+    monkeypatch.setattr(latent_expanded, "_MIN_PIECE", 16)  # several pieces of cached tokens
+    torch.manual_seed(4)
+    heads, weights = HEADS, make_weights(HEADS)
+    if joint:
+        weights = replace(weights, joint=torch.cat([weights.keys, weights.values], 1))
+    kv, batch = latent_batch(heads, rows, dtype)
+    of_rows = [Row(str(i), SlotId(i), 0, 1, (), (), sample=False) for i in range(len(rows))]
+    expanded = metadata.expanded_chunks(of_rows, batch.spans, torch.device("cpu"))
+    work = batch.work
+    assert expanded is not None
+    assert work is not None
+    short = [i for i, tile in enumerate(work.tiles) if rows[tile[2]][1] < 100]
+    counters = torch.zeros(len(rows) * decode_parts(heads.num_q), dtype=torch.int32)
+    work = replace(work, counters=counters, tiles=work.tiles[short], expanded=expanded)
+    projected = torch.randn(len(batch.positions), heads.num_q * heads.query_dim + heads.dim)
+    angle = torch.rand(900, heads.rope_dim // 2) * 6
+    table = torch.cat([angle.cos(), angle.sin()], -1)
+    ours = copy_of(kv)
+    queries = latent.latent_queries(projected, projected, heads, weights, table, kv, batch)
+    mixed = latent.latent_attention(queries, kv, batch, 0.2, heads.rank)
+    want = latent.latent_outputs(mixed, weights, batch)
+    got = latent_expanded.attend_latent(
+        projected, projected, heads, weights, table, ours, replace(batch, work=work), 0.2
+    )
+    # With codes, a chunk reads its own keys before they are quantised.
+    error = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, want, atol=error, rtol=10 * error)

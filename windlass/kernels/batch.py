@@ -238,6 +238,24 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpandedContext:
+    """Cached tokens before a chunk of `ExpandedChunks`."""
+
+    slot: int
+    num_tokens: int
+    tiles: Tensor  # those of the chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedChunks:
+    """Long prompt chunks of MLA layers, for which keys and values of every head are computed."""
+
+    # [n, 4] int32: first token, token count, first token of its chunk, position in its chunk.
+    tiles: Tensor
+    contexts: tuple[ExpandedContext, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWork:
     """Attention metadata of a step for device kernels; no length is needed on the host."""
 
@@ -251,6 +269,7 @@ class AttentionWork:
     width: int = 1
     siblings: int = 0
     spare: int = 0
+    expanded: ExpandedChunks | None = None  # `tiles` has none of their tokens
 
 
 @dataclass(frozen=True, slots=True)

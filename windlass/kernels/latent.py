@@ -28,6 +28,7 @@ class LatentWeights:
     eps: float
     keys: Tensor  # [heads, nope dim, rank]: a head's projection of latents to keys
     values: Tensor  # [heads, value dim, rank]
+    joint: Tensor | None = None  # [heads, nope dim + value dim, rank], of which both are views
 
 
 def latent_queries(

@@ -48,6 +48,7 @@ class Ops:
     sparse_mixer: Callable[..., Tensor] = reference.sparse_mixer
     soft_cap: Callable[..., Tensor] = reference.soft_cap
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
+    expanded_latent: Callable[..., Tensor] | None = None  # attend_latent of steps with long chunks
     chosen: tuple[Selection, ...] = ()
     native: NativeOps | None = None  # set if any kernel is native; they run on its pool
 
@@ -86,6 +87,9 @@ class Ops:
 
         Writes the latents to the pages. Returns [tokens, heads * value dim].
         """
+        if batch.work is not None and batch.work.expanded is not None:
+            assert self.expanded_latent is not None
+            return self.expanded_latent(projected, q, heads, weights, cos_sin, kv, batch, scale)
         queries = self.latent_queries(projected, q, heads, weights, cos_sin, kv, batch)
         mixed = self.latent_attention(queries, kv, batch, scale, heads.rank)
         return self.latent_outputs(mixed, weights, batch)
@@ -156,6 +160,7 @@ def choose_ops(need: Need) -> Ops:
     return Ops(
         **functions,
         fused_attention=None if need.latent else _fused_attention(chosen),
+        expanded_latent=_expanded_latent(chosen) if need.latent else None,
         chosen=tuple(chosen.values()),
         native=NativeOps(need.workers.pool) if has_native else None,
     )
@@ -168,3 +173,12 @@ def _fused_attention(chosen: dict[str, Selection]) -> Callable[..., Tensor] | No
     from windlass.kernels.triton.attention import attend
 
     return attend
+
+
+def _expanded_latent(chosen: dict[str, Selection]) -> Callable[..., Tensor] | None:
+    """MLA with keys and values of every head, if its operations are Triton kernels."""
+    if any(chosen[name].name != "triton" for name in _LATENT_ATTENTION):
+        return None
+    from windlass.kernels.triton.latent_expanded import attend_latent
+
+    return attend_latent

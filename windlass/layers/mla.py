@@ -140,11 +140,12 @@ class MLA(AttentionLayer):
 
     @property
     def _weights(self) -> LatentWeights:
+        joint: Tensor | None = None
         if self.k_b_proj is not None and self.v_b_proj is not None:
             keys, values = self.k_b_proj.by_head().mT, self.v_b_proj.by_head()
         else:
             assert self.kv_b_proj is not None
-            sizes = [self.heads.nope_dim, self.heads.value_dim]
-            keys, values = self.kv_b_proj.by_head().split(sizes, dim=1)
+            joint = self.kv_b_proj.by_head()
+            keys, values = joint.split([self.heads.nope_dim, self.heads.value_dim], dim=1)
         norm = self.kv_a_layernorm
-        return LatentWeights(norm=norm.weight, eps=norm.eps, keys=keys, values=values)
+        return LatentWeights(norm=norm.weight, eps=norm.eps, keys=keys, values=values, joint=joint)

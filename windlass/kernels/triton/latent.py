@@ -51,22 +51,50 @@ def latent_queries(
     batch: StepBatch,
 ) -> Tensor:
     """Same contract as `windlass.kernels.latent.latent_queries`."""
-    tokens, half = q.shape[0], heads.rope_dim // 2
-    latent = projected[:, -heads.dim :]
-    queries = q.new_empty((tokens, heads.num_q, heads.dim))
-    latent_write_kernel[(tokens,)](
+    queries = q.new_empty((q.shape[0], heads.num_q, heads.dim))
+    rotated = queries[..., heads.rank :]
+    write_latents(projected, q, rotated, heads, weights, cos_sin, kv, batch)
+    absorb_keys(queries, q, heads, weights, batch)
+    return queries
+
+
+def absorb_keys(
+    queries: Tensor, q: Tensor, heads: LatentHeads, weights: LatentWeights, batch: StepBatch
+) -> None:
+    """Write the part of `queries` that meets latents."""
+    shape, strides = (q.shape[0], heads.num_q, heads.nope_dim), (q.stride(0), heads.query_dim, 1)
+    nope = q.as_strided(shape, strides)
+    _per_head(nope, weights.keys, queries[..., : heads.rank], batch.batch_invariant)
+
+
+def write_latents(
+    projected: Tensor,
+    q: Tensor,
+    rotated: Tensor,
+    heads: LatentHeads,
+    weights: LatentWeights,
+    cos_sin: Tensor,
+    kv: LayerKV,
+    batch: StepBatch,
+    fresh: Tensor | None = None,
+) -> None:
+    """Write the latents to their pages and to `fresh`, and the rotated part of q to `rotated`."""
+    half, latent = heads.rope_dim // 2, projected[:, -heads.dim :]
+    latent_write_kernel[(q.shape[0],)](
         q,
         latent,
         weights.norm,
         cos_sin,
         kv.keys,
         kv.key_scales,
-        queries,
+        fresh,
+        rotated,
         batch.positions,
         batch.token_slots,
         batch.table_of(kv),
         q.stride(0),
         latent.stride(0),
+        *rotated.stride()[:2],
         batch.tables.stride(1),
         weights.eps,
         NUM_Q=heads.num_q,
@@ -81,9 +109,6 @@ def latent_queries(
         num_warps=4,
         **pdl.options(),
     )
-    nope = q.as_strided((tokens, heads.num_q, heads.nope_dim), (q.stride(0), heads.query_dim, 1))
-    _per_head(nope, weights.keys, queries[..., : heads.rank], batch.batch_invariant)
-    return queries
 
 
 def latent_outputs(mixed: Tensor, weights: LatentWeights, batch: StepBatch) -> Tensor:
@@ -129,9 +154,10 @@ def _per_head(x: Tensor, weight: Tensor, out: Tensor, batch_invariant: bool) -> 
 def latent_attention(
     queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
 ) -> Tensor:
-    """Same contract as `windlass.kernels.latent.latent_attention`."""
+    """Same contract as `windlass.kernels.latent.latent_attention`; rows of `ExpandedChunks` are zeros."""
     assert batch.work is not None
-    out = queries.new_empty((*queries.shape[:2], rank))
+    shape = (*queries.shape[:2], rank)
+    out = queries.new_empty(shape) if batch.work.expanded is None else queries.new_zeros(shape)
     if batch.work.singles.shape[0]:
         _decode(out, queries, kv, batch, scale * _LOG2_E)
     if batch.work.tiles.shape[0]:

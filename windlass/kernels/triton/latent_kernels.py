@@ -29,15 +29,15 @@ def _rotated(at, pair, cos, sin, mask, HALF: tl.constexpr, INTERLEAVED: tl.const
 
 @triton.jit
 def latent_write_kernel(
-    q, latent, weight, cos_sin, pages, scales, queries, positions, token_slots, tables,
-    q_stride, latent_stride, table_stride, eps,
+    q, latent, weight, cos_sin, pages, scales, fresh, rotated, positions, token_slots, tables,
+    q_stride, latent_stride, rotated_token, rotated_head, table_stride, eps,
     NUM_Q: tl.constexpr, NUM_Q_PAD: tl.constexpr, NOPE: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: normalise and rotate its latent vector, write it, and rotate its queries.
+    """One token: normalise and rotate its latent vector, write it, and write the queries' rotated part.
 
-    The first RANK numbers of the queries are left to `per_head_kernel`.
+    `fresh` gets the latent vector before quantisation.
     """
     pdl.begin(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -60,6 +60,11 @@ def latent_write_kernel(
     block = tl.load(tables + slot * table_stride + position // SIZE).to(tl.int64)
     row = block * SIZE + position % SIZE
     code = pages.dtype.element_ty
+    if fresh is not None:
+        at = fresh + token * (RANK + 2 * HALF)
+        tl.store(at + d, low.to(kind), mask=low_mask)
+        tl.store(at + RANK + pair, first.to(kind), mask=mask)
+        tl.store(at + RANK + HALF + pair, second.to(kind), mask=mask)
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(low)), tl.max(tl.abs(first)))
         scale = scale_of(tl.maximum(largest, tl.max(tl.abs(second))), code)
@@ -77,7 +82,7 @@ def latent_write_kernel(
     first, second = _rotated(
         source, pair[None, :], cos[None, :], sin[None, :], q_mask, HALF, INTERLEAVED
     )
-    target = queries + (token * NUM_Q + g) * (RANK + 2 * HALF) + RANK + pair[None, :]
+    target = rotated + token * rotated_token + g * rotated_head + pair[None, :]
     tl.store(target, first.to(kind), mask=q_mask)
     tl.store(target + HALF, second.to(kind), mask=q_mask)
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from windlass.core.types import Row
-from windlass.kernels.batch import AdapterRows, AttentionWork, Span, StepBatch
+from windlass.kernels.batch import (
+    AdapterRows,
+    AttentionWork,
+    ExpandedChunks,
+    ExpandedContext,
+    Span,
+    StepBatch,
+)
 from windlass.kernels.storages import Held, held
 from windlass.runner.adapters import in_tiles
 from windlass.runner.inputs import StepInputs
@@ -29,6 +37,12 @@ def _power_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
+# Tokens of a chunk from which MLA uses keys and values of every head. With 16 heads on an H200 that is as
+# fast as absorbed weights without cached tokens, and 1.2 times as fast behind 4,096 of them.
+MIN_EXPANDED = 256
+EXPANDED_TILE = 128  # tokens
+
+
 def attention_tiles(
     rows: Sequence[Row], spans: Sequence[Span], tile: int, singles: bool = False
 ) -> list[tuple[int, ...]]:
@@ -46,6 +60,29 @@ def attention_tiles(
     return tiles
 
 
+def expanded_chunks(
+    rows: Sequence[Row], spans: Sequence[Span], device: torch.device
+) -> ExpandedChunks | None:
+    """The long chunks of an MLA step; None: it has none."""
+    tiles: list[tuple[int, ...]] = []
+    cached: list[tuple[int, int, slice]] = []
+    for row, span in zip(rows, spans, strict=True):
+        if span.count < MIN_EXPANDED:
+            continue
+        starts = range(0, span.count, EXPANDED_TILE)
+        if span.start:
+            cached.append((row.slot, span.start, slice(len(tiles), len(tiles) + len(starts))))
+        tiles += [
+            (span.first + at, min(EXPANDED_TILE, span.count - at), span.first, at)
+            for at in reversed(starts)  # the longest first
+        ]
+    if not tiles:
+        return None
+    on_device = to_device(np.array(tiles, dtype=np.int32), device)
+    contexts = (ExpandedContext(slot, start, on_device[own]) for slot, start, own in cached)
+    return ExpandedChunks(on_device, tuple(contexts))
+
+
 class DeviceMetadata:
     """Owns the index and counter buffers that the attention kernels of all steps share."""
 
@@ -57,8 +94,13 @@ class DeviceMetadata:
         num_kv_heads: int,
         num_positions: int,
         multiprocessors: int,
+        latent: bool = False,
     ) -> None:
-        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step."""
+        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step.
+
+        `latent`: attention is MLA.
+        """
+        self._latent = latent
         self.tile = tile
         self.num_kv_heads = num_kv_heads
         self._slots = slots
@@ -103,13 +145,24 @@ class DeviceMetadata:
     def attention(self, inputs: StepInputs) -> AttentionWork:
         """One-token rows, and chunks cut into tiles. Batch-invariant steps use tiles only."""
         batch_invariant, device = inputs.shape.batch_invariant, self._slots.device
-        singles = [span.first for span in inputs.spans if span.count == 1 and not batch_invariant]
-        tiles = attention_tiles(inputs.rows, inputs.spans, self.tile, singles=batch_invariant)
+        rows, spans = inputs.rows, inputs.spans
+        singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
+        expanded = None
+        if self._latent and not batch_invariant:
+            expanded = expanded_chunks(rows, spans, device)
+        short = [expanded is None or span.count < MIN_EXPANDED for span in spans]
+        tiles = attention_tiles(
+            list(compress(rows, short)),
+            list(compress(spans, short)),
+            self.tile,
+            singles=batch_invariant,
+        )
         return AttentionWork(
             singles=to_device(np.array(singles, dtype=np.int32), device),
             tiles=to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), device),
             splits=self.splits(len(singles)),
             counters=self.counters,
+            expanded=expanded,
         )
 
     def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
