@@ -13,6 +13,7 @@
     ├── DownloadError        a model could not be downloaded
     ├── QualityError         a model is worse than its quality gate allows
     ├── Overloaded           the queue is full now; try again later
+    ├── DeadlineExceeded     a request's deadline has passed, or cannot be met any more
     ├── OutOfMemory          a step did not fit into device memory; a smaller one may
     └── WorkerDied           the engine process has ended
 
@@ -78,6 +79,10 @@ class Overloaded(EngineError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(EngineError):
+    """A request's deadline passed before its first token, or cannot be met any more."""
 
 
 class OutOfMemory(EngineError):

@@ -12,6 +12,7 @@ from itertools import islice
 from statistics import median_low
 from typing import TYPE_CHECKING
 
+from windlass.core.deadlines import Rates
 from windlass.core.trace import (
     BATCH,
     BLOCKERS,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _MAX_TRACES = 4096  # bound of finished traces that no caller has taken yet
 _RING = 4096  # steps whose batch size is kept
+# Weight of the last step in the recent speed: the last ten steps decide, so one slow step does not.
+_RECENT = 0.1
 
 
 def blocker_of(request: Request, openings: int, num_slots: int, count: int) -> int:
@@ -63,6 +66,10 @@ class StepAccounting:
         self._mixed_s = 0.0  # seconds of steps that computed prompt tokens
         self._prefill_s = self._idle_s = self._saved_s = 0.0
         self._num_prefill = 0
+        # Recent speed, for predictions: sums over steps with prompt tokens that decay, and the mean
+        # time of steps without.
+        self._recent_prefill_s = self._recent_num_prefill = 0.0
+        self._plain_step_s = 0.0
 
     @property
     def now(self) -> float:
@@ -93,6 +100,8 @@ class StepAccounting:
         self._num_steps += 1
         if step.multi_token_rows or step.skipped:
             self._add_uneven_rows(step, before, unit, seconds)
+        if not step.num_prompt_tokens:
+            self._plain_step_s += _RECENT * (seconds - self._plain_step_s)
         return unit
 
     def _add_uneven_rows(self, step: Step, before: float, unit: float, seconds: float) -> None:
@@ -101,6 +110,9 @@ class StepAccounting:
             self._mixed_s += seconds
             self._prefill_s += unit * step.num_prompt_tokens
             self._num_prefill += step.num_prompt_tokens
+            kept, num_prompt = 1 - _RECENT, step.num_prompt_tokens
+            self._recent_prefill_s = kept * self._recent_prefill_s + unit * num_prompt
+            self._recent_num_prefill = kept * self._recent_num_prefill + num_prompt
         for row in step.multi_token_rows or ():
             request, _, start, num_tokens, first = row
             if request.finish is not None or request.generation != row.generation:
@@ -283,12 +295,22 @@ class StepAccounting:
             prefill_s=mine.prefill_s,
             decode_s=seconds - mine.prefill_s,
             saved_s=timeline.num_cached * prompt_token_s,
+            why_ended=mine.why_ended,
         )
 
     def _batch_since(self, step: int) -> tuple[int, int, int] | None:
         count = min(self._num_steps - step, len(self._rows))
         rows = list(islice(self._rows, len(self._rows) - count, None))
         return (min(rows), median_low(rows), max(rows)) if rows else None
+
+    def rates(self, steps_per_token: float) -> Rates:
+        """The recent speed; `steps_per_token` is below 1 with speculation."""
+        num_prefill = self._recent_num_prefill
+        return Rates(
+            prompt_token_s=self._recent_prefill_s / num_prefill if num_prefill else 0.0,
+            output_token_s=self._plain_step_s * steps_per_token,
+            num_measured=self._num_prefill,
+        )
 
     def account(self) -> Account:
         if self._started is None:

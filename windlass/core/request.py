@@ -39,6 +39,7 @@ class Request:
         "arrival",
         "cache_salt",
         "computed",
+        "deadline",
         "draft_computed",
         "draft_kind",
         "drafts",
@@ -89,6 +90,7 @@ class Request:
         self.pooling = new.pooling
         self.priority = new.priority
         self.tenant, self.weight = new.tenant, new.weight
+        self.deadline = new.deadline
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.longest = self.num_prompt + max_tokens

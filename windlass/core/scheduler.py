@@ -18,6 +18,7 @@ from random import Random
 from windlass.core.accounting import StepAccounting, blocker_of
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
+from windlass.core.deadlines import Deadlines, Rates
 from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.kv_allocator import CachedPrefix, KVAllocator
 from windlass.core.limits import SchedulerLimits
@@ -73,8 +74,10 @@ class Scheduler:
         self.grammars: Grammars = grammars or NoGrammars()
         self._drafts = drafts or NoDrafts()
         self._predictions = Predictions()
+        self._deadlines = Deadlines()
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
-        self.failed: list[Output] = []  # requests that failed while the last plan was made
+        # Requests that failed, or ended at their deadline, while the last plan was made.
+        self.failed: list[Output] = []
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(self._policy)
         self._running: list[Request] = []  # in policy order: the last one is preempted first
@@ -120,6 +123,8 @@ class Scheduler:
             self.grammars.enter(new.request_id, new.sampling.structured_outputs)
         if new.prediction:
             self._predictions.enter(new.request_id, new.prediction)
+        if new.deadline is not None:
+            self._deadlines.enter(request)
         self.accounting.arrived(request, len(self._waiting), len(self._running), now)
         self._waiting.push(request)
 
@@ -173,6 +178,33 @@ class Scheduler:
             param=error.param if isinstance(error, RequestError) else None,
         )
 
+    def _end_late(self, now: float) -> list[Output]:
+        """End the requests whose deadline has passed, and queued ones that cannot meet theirs.
+
+        A request with output tokens keeps them; one without fails.
+        """
+        outputs = []
+        for request, _, why in self._deadlines.late(now, self._rates, self._num_cached):
+            request.share.why_ended = why
+            self._finish(request, "deadline", now)
+            timeline = request.timeline
+            timeline.num_output = request.num_output
+            error = None if request.num_output else why
+            outputs.append(
+                Output(request.request_id, finish="deadline", error=error, timeline=timeline)
+            )
+        return outputs
+
+    def _rates(self) -> Rates:
+        count = self._count
+        num_generated = max(1, count.num_generated_tokens)
+        return self.accounting.rates(1 - count.num_saved_tokens / num_generated)
+
+    def _num_cached(self, request: Request) -> int:
+        """Prompt tokens of a queued request that are in the prefix cache."""
+        num_cached = self._allocator.find(request).num_blocks * self._limits.block_size
+        return min(num_cached, request.num_prompt - 1)
+
     def _fail_broken(self, failures: Iterable[GrammarFailure]) -> list[Output]:
         """End the requests whose grammar failed in a step, unless they have ended already."""
         return [
@@ -219,6 +251,7 @@ class Scheduler:
             num_used_blocks=self._allocator.pool.num_used,
             num_cached_blocks=self._allocator.pool.num_cached,
             accepted_per_position=list(self._count.accepted_per_position),
+            deadlines=dict(self._deadlines.num_ended),
             executors=dict(self._count.executors),
             refusals={name: dict(found) for name, found in self._count.refusals.items()},
         )
@@ -243,7 +276,7 @@ class Scheduler:
         accounting.begin_plan(now)
         self.adapters.begin()
         self.grammars.begin()
-        self.failed = []
+        self.failed = self._end_late(now) if self._deadlines else []
         self._drafts.trim(self._running, self._budget)
         if self._predictions:
             self._predictions.trim(self._running, self._limits.max_num_seqs)
@@ -493,6 +526,8 @@ class Scheduler:
             self._running.remove(request)
             self._release(request)
             request.slot = None
+        if request.deadline is not None:
+            self._deadlines.leave()
         if request.adapter:
             self.adapters.leave(request.adapter)
         if request.has_grammar:

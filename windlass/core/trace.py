@@ -64,6 +64,7 @@ class RequestTrace:
     prefill_s: float
     decode_s: float
     saved_s: float  # estimated time to compute its cached tokens
+    why_ended: str = ""  # set if its deadline ended it
 
 
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)
@@ -93,6 +94,7 @@ class RequestAccounting:
         "seconds",
         "short_blocks",
         "waited_again_s",
+        "why_ended",
         "why_missed",
     )
 
@@ -103,7 +105,7 @@ class RequestAccounting:
         self.accepted: list[int] | None = None
         self.num_ahead = self.num_running = self.short_blocks = 0
         self.first_miss: int | None = None
-        self.why_missed = ""
+        self.why_missed = self.why_ended = ""
         self.queued_at = self.admitted_at = self.mixed_before = 0.0
         self.waited_again_s = self.recomputed_s = 0.0
         self.num_recomputed = 0

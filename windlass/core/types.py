@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, NewType
 
 from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
-from windlass.errors import EngineError, RequestError
+from windlass.errors import DeadlineExceeded, EngineError, RequestError
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
@@ -21,7 +21,7 @@ SlotId = NewType("SlotId", int)
 # An entry of a block table behind the window of its group: kernels do not read it.
 NO_BLOCK = BlockId(-1)
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
 
 # Runs before all other requests under every policy. Health probes use it; clients cannot send it.
@@ -45,6 +45,7 @@ class NewRequest:
     prediction: tuple[int, ...] = ()  # the output that the client expects, as draft tokens
     tenant: str = ""  # requests of one tenant share its part of the engine
     weight: float = 1.0  # of the tenant: one of weight 2 gets twice the tokens of one of weight 1
+    deadline: float | None = None  # engine clock: the request ends then at the latest
 
 
 class SlotInit(NamedTuple):
@@ -220,6 +221,8 @@ class Output(NamedTuple):
     def exception(self) -> EngineError:
         """Return the exception for the error that ended this request."""
         message = self.error or "the engine dropped the request."
+        if self.finish == "deadline":
+            return DeadlineExceeded(message)
         return EngineError(message) if self.param is None else RequestError(message, self.param)
 
 
@@ -299,6 +302,8 @@ class EngineStats:
     grammars: GrammarStats | None = None
     experts: ExpertStats | None = None  # None: the load is not counted
     account: Account = Account()
+    # Requests that ended at their deadline, by when: predicted, queued, prefill, decode.
+    deadlines: dict[str, int] = field(default_factory=dict)
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
         """Add the results of one step: the number of tokens per request."""

@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.protocol import INT64, Body, ChatRequest, StopStrings, TokenizeChatRequest
+from windlass.serve.protocol import (
+    INT64,
+    Body,
+    ChatRequest,
+    DeadlineField,
+    StopStrings,
+    TokenizeChatRequest,
+)
 
 Json = dict[str, Any]
 
@@ -76,7 +83,7 @@ class CountedRequest(Body):
         return fields
 
 
-class MessagesRequest(CountedRequest):
+class MessagesRequest(CountedRequest, DeadlineField):
     """POST /v1/messages"""
 
     max_tokens: INT64

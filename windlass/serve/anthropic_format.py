@@ -41,9 +41,9 @@ def _usage(usage: Json) -> Json:
 
 def _stop(delta: Delta, has_calls: bool) -> Json:
     """Why the message ended: a stop sequence is reported with its text."""
-    if isinstance(delta.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
     reason = delta.finish_reason or "stop"
+    if isinstance(delta.stop_reason, str) and reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
     if has_calls and reason == "stop":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}

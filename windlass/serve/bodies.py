@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ParamSpec, TypeVar
@@ -17,8 +18,10 @@ from starlette.responses import Response
 
 from windlass.config import ServeConfig
 from windlass.errors import RequestError
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.body_limits import INLINE_BYTES
 from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
+from windlass.serve.protocol import MAX_DEADLINE_MS
 from windlass.serve.services import GenerationServices
 
 _log = logging.getLogger("windlass.serve")
@@ -27,6 +30,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
+_DEADLINE_HEADER = "x-windlass-deadline-ms"
 _MAX_HEADER_CHARS = 1_000
 _MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 
@@ -100,6 +104,24 @@ def request_id_header(request: Request, response_id: str, config: ServeConfig) -
             "request_id",
         )
     return {"X-Request-Id": response_id}
+
+
+def deadline_s(request: Request, deadline_ms: float | None) -> float | None:
+    """Seconds from a request's arrival to its deadline: the earlier of field and header."""
+    given = request.headers.get(_DEADLINE_HEADER)
+    if given is not None:
+        try:
+            header_ms = float(given)
+        except ValueError:
+            header_ms = math.nan
+        if not 0.0 < header_ms <= MAX_DEADLINE_MS:
+            raise RequestError(
+                f"the header X-Windlass-Deadline-Ms is {abbreviate(given)}; it must be a number of "
+                f"milliseconds above 0, at most {MAX_DEADLINE_MS:,.0f}.",
+                "deadline_ms",
+            )
+        deadline_ms = header_ms if deadline_ms is None else min(deadline_ms, header_ms)
+    return None if deadline_ms is None else deadline_ms / 1000
 
 
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: GenerationServices) -> T:

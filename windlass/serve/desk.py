@@ -10,11 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from windlass.errors import EngineError, Overloaded, RequestError
+from windlass.errors import DeadlineExceeded, EngineError, Overloaded, RequestError
 from windlass.serve.metrics import Metrics, Outcome
 from windlass.serve.problems import Draining, Sleeping
 
 _log = logging.getLogger("windlass.serve")
+
+
+_REFUSALS = (RequestError, Overloaded, DeadlineExceeded, Draining, Sleeping)
 
 
 class Ticket:
@@ -33,7 +36,7 @@ class Ticket:
 
     def end_with(self, error: EngineError) -> None:
         """End with the outcome of `error`: rejected or error."""
-        refused = isinstance(error, (RequestError, Overloaded, Draining, Sleeping))
+        refused = isinstance(error, _REFUSALS)
         self.end("rejected" if refused else "error")
 
 

@@ -138,6 +138,12 @@ class EngineMetrics:
             "executor",
             "reason",
         )
+        self._deadlines = self._labelled(
+            "deadlines_exceeded",
+            "Requests that ended at their deadline, by phase; predicted: dropped from the queue, since "
+            "they could not have met it.",
+            "phase",
+        )
 
     def _draft_metrics(self) -> None:
         self._drafts = self._counter("spec_decode_num_drafts", "Rows with draft tokens.")
@@ -268,6 +274,9 @@ class EngineMetrics:
         self._queries.inc(stats.prefix_queries - last.prefix_queries)
         self._hits.inc(stats.prefix_hits - last.prefix_hits)
         self._drafting.inc(stats.drafting_s - last.drafting_s)
+        for phase, count in stats.deadlines.items():
+            added = count - last.deadlines.get(phase, 0)
+            self._deadlines.labels(*self._labels, phase).inc(added)
         if stats.num_drafts > last.num_drafts:
             self._observe_drafts(stats, last)
         if stats.adapters is not None:

@@ -109,6 +109,8 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
             "recomputed_tokens": trace.num_recomputed,
             "recomputed_seconds": _s(trace.recomputed_s),
         }
+    if trace.why_ended:
+        body["why_ended"] = trace.why_ended
     if trace.drafted:
         body["drafts"] = _drafts_json(trace)
     return body
@@ -150,9 +152,12 @@ def explain_trace(trace: RequestTrace, began: float, report: EngineReport) -> Js
     parts["step"] = phases.queued + phases.preempted - sum(trace.blocked_s)
     top = max(parts, key=lambda name: parts[name])
     share = f"{_time(parts[top])} of {_time(phases.total)}"
+    sentence = f"{share} {_describe(top, trace, phases=phases, report=report)}."
+    if trace.why_ended:
+        sentence += f" The request ended because {trace.why_ended.rstrip('.')}."
     return {
         "dominated_by": top,
-        "sentence": f"{share} {_describe(top, trace, phases=phases, report=report)}.",
+        "sentence": sentence,
         "setting": _setting(top, trace, report),
     }
 

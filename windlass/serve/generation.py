@@ -18,6 +18,7 @@ from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.beam_response import BeamResponse
 from windlass.serve.bodies import (
+    deadline_s,
     names_unknown_fields,
     read_as,
     relaxed_header,
@@ -52,6 +53,7 @@ class ApiCall:
     body: GenerationBody
     make_format: MakeFormat
     unknown_fields: Sequence[RequestError]
+    deadline_ms: float | None = None
 
 
 class Generation:
@@ -109,7 +111,7 @@ class Generation:
         return reply({"input_tokens": len(tokens)})
 
     def _openai(self, body: GenerationBody) -> ApiCall:
-        return ApiCall(body, self._openai_format, body.unknown_fields)
+        return ApiCall(body, self._openai_format, body.unknown_fields, body.deadline_ms)
 
     def _openai_format(self, body: GenerationBody, prepared: Prepared) -> ResponseFormat:
         services = self._services
@@ -146,7 +148,8 @@ class Generation:
                 store=store,
             )
 
-        return ApiCall(body.chat(earlier), make_format, body.unknown_fields)
+        chat = body.chat(earlier)
+        return ApiCall(chat, make_format, body.unknown_fields, body.deadline_ms)
 
     def _owner(self, request: Request) -> str:
         return self._services.keys.tenant_of(request).name
@@ -157,7 +160,7 @@ class Generation:
         def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
             return AnthropicFormat(prepared, self._model_of(prepared))
 
-        return ApiCall(body.chat(), make_format, body.unknown_fields)
+        return ApiCall(body.chat(), make_format, body.unknown_fields, body.deadline_ms)
 
     def _ollama(self, raw: bytes, *, is_chat: bool) -> ApiCall:
         body: OllamaChatRequest | OllamaGenerateRequest
@@ -172,7 +175,7 @@ class Generation:
         def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
             return OllamaFormat(prepared, self._model_of(prepared), is_chat=is_chat)
 
-        return ApiCall(request, make_format, body.unknown_fields)
+        return ApiCall(request, make_format, body.unknown_fields, body.deadline_ms)
 
     def _llama(self, body: LlamaCompletionRequest | LlamaInfillRequest) -> ApiCall:
         card = self._services.card
@@ -183,7 +186,7 @@ class Generation:
             return LlamaFormat(body, prepared, model=model, tokenizer=tokenizer)
 
         request = body.request(card.default_sampling, tokenizer.encode)
-        return ApiCall(request, make_format, body.unknown_fields)
+        return ApiCall(request, make_format, body.unknown_fields, body.deadline_ms)
 
     def _model_of(self, prepared: Prepared) -> str:
         return prepared.requests[0].adapter or self._services.card.name
@@ -204,7 +207,10 @@ class Generation:
                 body = body.model_copy(update={"cache_salt": salt})
             if BATCH_OWNER in request.scope:
                 body = body.model_copy(update={"priority": BATCH_PRIORITY})
+            allowed_s = deadline_s(request, call.deadline_ms)
             prepared = await self._prepare(body, tenant)
+            if allowed_s is not None:
+                prepared = prepared.due_at(ticket.began + allowed_s)
             request.state.response_id = prepared.response_id
             headers = request_id_header(request, prepared.response_id, services.config)
             headers |= unknown_fields_header(request)

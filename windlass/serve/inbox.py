@@ -80,7 +80,7 @@ async def next_output(inbox: Inbox, ended: Callable[[str, bool], None]) -> Outpu
             continue
         if item.finish is not None:
             ended(item.request_id, item.finish in ("stop", "length"))
-            if item.finish in ("error", "abort"):
+            if item.error is not None or item.finish in ("error", "abort"):
                 raise item.exception()
         return item
     return None

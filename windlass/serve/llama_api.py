@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.protocol import Body, CompletionRequest, StopStrings
+from windlass.serve.protocol import Body, CompletionRequest, DeadlineField, StopStrings
 from windlass.text.request_builder import Infill
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ class ExtraFile(BaseModel):
     text: str
 
 
-class LlamaRequest(Body):
+class LlamaRequest(Body, DeadlineField):
     """Fields of /completion and /infill."""
 
     n_predict: int | None = None

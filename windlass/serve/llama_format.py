@@ -138,8 +138,9 @@ class LlamaFormat:
         text = prompt.text
         if text is None:
             text = self._tokenizer.decode(prompt.tokens, skip_special=False)
-        word = delta.stop_reason if isinstance(delta.stop_reason, str) else ""
-        stop_type = "limit" if delta.finish_reason == "length" else "word" if word else "eos"
+        is_cut = delta.finish_reason == "length"
+        word = delta.stop_reason if isinstance(delta.stop_reason, str) and not is_cut else ""
+        stop_type = "limit" if is_cut else "word" if word else "eos"
         result: Json = {
             "index": delta.index,
             "content": content,

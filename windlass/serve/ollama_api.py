@@ -10,7 +10,7 @@ from pydantic import Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.protocol import Body, ChatRequest, CompletionRequest
+from windlass.serve.protocol import Body, ChatRequest, CompletionRequest, DeadlineField
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ def model_name(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(_LATEST)
 
 
-class OllamaRequest(Body):
+class OllamaRequest(Body, DeadlineField):
     """Fields of both endpoints. They stream by default."""
 
     stream: bool = True

@@ -86,6 +86,11 @@ class Prepared:
         """Prompt tokens for the engine: a prompt counts once per completion."""
         return sum(len(request.prompt) for request in self.requests)
 
+    def due_at(self, deadline: float) -> Prepared:
+        """The same with a deadline, in seconds of the monotonic clock."""
+        requests = (replace(request, deadline=deadline) for request in self.requests)
+        return replace(self, requests=tuple(requests))
+
 
 class Preparer:
     """Prepares requests for one model. Holds no state of requests."""

@@ -15,6 +15,7 @@ from windlass.errors import (
     AdapterNotFound,
     CapacityError,
     ConfigError,
+    DeadlineExceeded,
     EngineError,
     Overloaded,
     RequestBlocked,
@@ -98,9 +99,8 @@ class Problem:
         return {"error": error}
 
     def anthropic_body(self) -> dict[str, Any]:
-        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        if self.status >= 500:
-            kind = "overloaded_error" if self.status == 503 else "api_error"
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, default)
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def ollama_body(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Problem:
         ]
         message = " ".join(self.message.split())[:_MAX_LOGGED_CHARS]
         text = f"answered {', '.join([str(self.status), *named])} to {path or 'a connection'}: {message}"
-        level = logging.ERROR if self.status >= 500 and self.status != 503 else logging.INFO
+        level = logging.ERROR if self.status in (500, 507) else logging.INFO
         _refused.log(level, "%s", text, extra={"fields": {k: v for k, v in fields.items() if v}})
 
     def response(self, path: str) -> Response:
@@ -135,6 +135,8 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 # The first row whose class matches applies, so a subclass must precede its parent.
@@ -156,6 +158,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (UnsupportedError, 400, "invalid_request_error", "unsupported"),
     (ConfigError, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (Draining, 503, "service_unavailable_error", "shutting_down"),
     (Sleeping, 503, "service_unavailable_error", "sleeping"),
     (WorkerDied, 503, "service_unavailable_error", "engine_unavailable"),
@@ -180,6 +183,9 @@ def problem_of(error: EngineError) -> Problem:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif status == 503:
         headers["Retry-After"] = str(_RETRY_S)
+    elif isinstance(error, DeadlineExceeded):
+        # OpenAI's and Anthropic's clients would send the request again, with the same time.
+        headers["X-Should-Retry"] = "false"
     return Problem(status, str(error), kind, param=param, code=code, headers=headers)
 
 

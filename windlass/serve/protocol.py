@@ -236,6 +236,10 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ThinkingBudget = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit
 
 
+MAX_DEADLINE_MS = 86_400_000.0
+DeadlineMs = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
+
+
 class ReasoningOptions(BaseModel):
     """The field `reasoning` of a chat, as routers between providers send it."""
 
@@ -287,7 +291,13 @@ class ConversationRequest(BaseModel):
         return (options | (self.chat_template_kwargs or {})) or None
 
 
-class GenerationRequest(Body):
+class DeadlineField(BaseModel):
+    """The deadline of a request, which the bodies of all APIs may have."""
+
+    deadline_ms: DeadlineMs | None = None
+
+
+class GenerationRequest(Body, DeadlineField):
     """Fields of both completion endpoints; None: the model's or the engine's default."""
 
     temperature: float | None = None

@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
-from windlass.serve.protocol import INT64, Body, ChatRequest, ReasoningEffort, ThinkingBudget
+from windlass.serve.protocol import (
+    INT64,
+    Body,
+    ChatRequest,
+    DeadlineField,
+    ReasoningEffort,
+    ThinkingBudget,
+)
 
 Json = dict[str, Any]
 
@@ -33,7 +40,7 @@ class TextOptions(BaseModel):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Body, DeadlineField):
     """POST /v1/responses"""
 
     input: str | Annotated[list[Json], Field(max_length=limits.MAX_MESSAGES)]

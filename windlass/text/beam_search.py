@@ -140,6 +140,7 @@ class BeamSearch:
                 adapter=prompt.adapter,
                 tenant=prompt.tenant,
                 weight=prompt.weight,
+                deadline=prompt.deadline,
             )
             for i, beam in enumerate(self._running)
         ]

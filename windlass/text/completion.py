@@ -69,6 +69,8 @@ class Completion:
             self.finish_reason, self.stop_reason = "stop", stop
         elif finish is not None:
             self.finish_reason = finish
+            if finish == "deadline":  # clients know no such reason: the output is cut short
+                self.finish_reason, self.stop_reason = "length", finish
             if stop_token in self.request.sampling.stop_token_ids:
                 self.stop_reason = stop_token  # EOS is not reported as a stop reason
         self.tokens += kept
