@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -602,12 +602,18 @@ def serve(
     config: EngineConfig,
     serve_config: ServeConfig,
     on_ready: Callable[[EngineReport, str], None],
+    *,
+    sources: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the server until it ends, or with --node-rank only ranks. Returns the exit code."""
+    """Run the server until it ends, or with --node-rank only ranks. Returns the exit code.
+
+    `sources`: where each option that is set comes from, for GET /admin/config.
+    """
     if config.parallel.node_rank > 0:
         return _serve_node(config)
     from windlass.serve.launch import num_http_workers
     from windlass.serve.launch import serve as run_server
+    from windlass.serve.live_config import StartConfig
 
     if serve_config.lora_root and not config.lora.enable_lora:
         raise ConfigError("--lora-root does nothing without --enable-lora.")
@@ -626,7 +632,8 @@ def serve(
         client.build_with(*build_replicas(config, opened.source))
         return opened.card
 
-    return run_server(client, open_card, serve_config, on_ready)
+    started = StartConfig(engine=config, sources=sources or {})
+    return run_server(client, open_card, serve_config, on_ready, started=started)
 
 
 def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:

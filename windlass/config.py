@@ -72,7 +72,9 @@ class ModelConfig:
     load_format: LoadFormat = option("auto", "Format of the weights; dummy makes random weights.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     download_dir: str | None = option(None, "Folder for downloaded models.")
-    hf_token: str | None = option(None, "Token for private or gated models on the hub.")
+    hf_token: str | None = option(
+        None, "Token for private or gated models on the hub.", secret=True
+    )
     hf_overrides: Mapping[str, Any] = option({}, "JSON object merged into the model's config.json.")
     max_model_len: int | None = option(
         None,
@@ -250,12 +252,14 @@ class ServeConfig:
         (),
         "Key that clients must send; repeatable. Prefer --api-key-file or $WINDLASS_API_KEY, which "
         "the process list does not show.",
+        secret=True,
     )
     api_key_file: tuple[str, ...] = option((), "File with further keys, one per line; repeatable.")
     admin_key: tuple[str, ...] = option(
         (),
         "Key for admin endpoints (adapters, sleep, cache) and all others; repeatable. Prefer "
         "--admin-key-file or $WINDLASS_ADMIN_KEY.",
+        secret=True,
     )
     admin_key_file: tuple[str, ...] = option(
         (), "File with further admin keys, one per line; repeatable."
@@ -271,7 +275,7 @@ class ServeConfig:
         "Load the TLS files again whenever they change; SIGHUP loads them in any case.",
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Origin that browsers may send requests from (CORS); repeatable."
+        (), "Origin that browsers may send requests from (CORS); repeatable.", live=True
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -299,6 +303,7 @@ class ServeConfig:
         "warn",
         "Unknown fields of request bodies: error: 400; warn: a line in the log, and their names in the "
         "response header X-Windlass-Unknown-Fields.",
+        live=True,
     )
     trust_request_chat_template: bool = option(
         False, "Let requests bring their own chat template (field chat_template)."
@@ -307,22 +312,28 @@ class ServeConfig:
         "auto",
         "The tags of the model's reasoning: think, mistral, seed, none. auto: as its chat template says.",
     )
-    max_num_queued_reqs: int = option(1024, "Maximum number of queued requests; more get 429.")
+    max_num_queued_reqs: int = option(
+        1024, "Maximum number of queued requests; more get 429.", live=True
+    )
     max_num_queued_tokens: int | None = option(
-        None, "Maximum number of queued prompt tokens; more get 429."
+        None, "Maximum number of queued prompt tokens; more get 429.", live=True
     )
     max_body_bytes: int = option(
-        4 * 2**20, "Maximum size of a request body; a larger one gets 413."
+        4 * 2**20, "Maximum size of a request body; a larger one gets 413.", live=True
     )
     max_buffered_body_bytes: int = option(
-        256 * 2**20, "Maximum total size of request bodies being received; beyond that: 503."
+        256 * 2**20,
+        "Maximum total size of request bodies being received; beyond that: 503.",
+        live=True,
     )
-    max_url_bytes: int = option(8 * 2**10, "Maximum length of a URL; a longer one gets 414.")
+    max_url_bytes: int = option(
+        8 * 2**10, "Maximum length of a URL; a longer one gets 414.", live=True
+    )
     max_header_bytes: int = option(
-        32 * 2**10, "Maximum total size of a request's headers; beyond that: 431."
+        32 * 2**10, "Maximum total size of a request's headers; beyond that: 431.", live=True
     )
     max_header_fields: int = option(
-        100, "Maximum number of headers of a request; beyond that: 431."
+        100, "Maximum number of headers of a request; beyond that: 431.", live=True
     )
     http_workers: int = option(
         AUTO,
@@ -333,23 +344,38 @@ class ServeConfig:
         AUTO, "Maximum number of open connections; more get 503; -1: from ulimit -n."
     )
     max_stream_buffer_bytes: int = option(
-        2**20, "Maximum unread bytes of a stream; a client that reads slower is disconnected."
+        2**20,
+        "Maximum unread bytes of a stream; a client that reads slower is disconnected.",
+        live=True,
     )
-    header_timeout: float = option(20.0, "Seconds for a client to send the headers of a request.")
+    header_timeout: float = option(
+        20.0, "Seconds for a client to send the headers of a request.", live=True
+    )
     body_timeout: float = option(
-        30.0, "Seconds after which a body that arrives slower than --min-transfer-rate gets 408."
+        30.0,
+        "Seconds after which a body that arrives slower than --min-transfer-rate gets 408.",
+        live=True,
     )
     write_timeout: float = option(
         30.0,
         "Seconds after which a client that reads slower than --min-transfer-rate is disconnected.",
+        live=True,
     )
-    keep_alive_timeout: float = option(30.0, "Seconds until an idle connection is closed.")
+    keep_alive_timeout: float = option(
+        30.0, "Seconds until an idle connection is closed.", live=True
+    )
     min_transfer_rate: int = option(
-        512, "Bytes per second below which a sending or reading client counts as stalled."
+        512,
+        "Bytes per second below which a sending or reading client counts as stalled.",
+        live=True,
     )
-    max_logprobs: int = option(20, "Maximum logprobs per token of a request; -1: no limit.")
-    stream_interval: int = option(1, "Tokens per streamed chunk.")
-    shutdown_timeout: float = option(30.0, "Seconds to finish running requests after SIGTERM.")
+    max_logprobs: int = option(
+        20, "Maximum logprobs per token of a request; -1: no limit.", live=True
+    )
+    stream_interval: int = option(1, "Tokens per streamed chunk.", live=True)
+    shutdown_timeout: float = option(
+        30.0, "Seconds to finish running requests after SIGTERM.", live=True
+    )
     hang_timeout: float = option(
         120.0,
         "Seconds without a heartbeat until the engine process counts as hung; it is killed and "
@@ -364,7 +390,9 @@ class ServeConfig:
         "text", "Format of the log; json: one object per line."
     )
     log_stats_interval: float = option(
-        10.0, "Seconds between lines with the throughput in the log, while requests run; 0: none."
+        10.0,
+        "Seconds between lines with the throughput in the log, while requests run; 0: none.",
+        live=True,
     )
     metrics_prefix: Literal["windlass", "vllm", "both"] = option(
         "windlass",
@@ -372,20 +400,22 @@ class ServeConfig:
         "windlass:NAME.",
     )
     console: bool = option(True, "Serve the web console at /.")
-    enable_log_requests: bool = option(False, "Log every request.")
-    enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.")
-    enable_force_include_usage: bool = option(False, "Include usage in every stream.")
+    enable_log_requests: bool = option(False, "Log every request.", live=True)
+    enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.", live=True)
+    enable_force_include_usage: bool = option(False, "Include usage in every stream.", live=True)
     price_per_hour: float | None = option(
-        None, "Cost of this machine in dollars per hour: adds costs to metrics and responses."
+        None,
+        "Cost of this machine in dollars per hour: adds costs to metrics and responses.",
+        live=True,
     )
     data_dir: str | None = option(
         None, "Private folder for /v1/files and /v1/batches; without it, both are refused."
     )
     max_file_bytes: int = option(
-        200 * 2**20, "Maximum size of an uploaded file; a larger one gets 413."
+        200 * 2**20, "Maximum size of an uploaded file; a larger one gets 413.", live=True
     )
     max_data_bytes: int = option(
-        16 * 2**30, "Size of --data-dir beyond which uploads are refused with 507."
+        16 * 2**30, "Size of --data-dir beyond which uploads are refused with 507.", live=True
     )
     max_num_batch_reqs: int | None = option(
         None, "Maximum number of requests of batches at once; default: half of --max-num-seqs."

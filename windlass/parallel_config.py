@@ -72,6 +72,7 @@ class ParallelConfig:
         None,
         "The secret itself. Prefer --cluster-secret-file or $WINDLASS_CLUSTER_SECRET, which the process "
         "list does not show.",
+        secret=True,
     )
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@ The settings themselves are in config.py, speculative_config.py and lora_config.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from windlass.errors import ConfigError
@@ -16,9 +16,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"]
 
 
-def option(default: Any, help: str, *flags: str) -> Any:
-    """A config field with its help text. `flags`: further names of its command line flag."""
-    metadata = {"help": help, "flags": flags}
+def option(default: Any, help: str, *flags: str, live: bool = False, secret: bool = False) -> Any:
+    """A config field with its help text. `flags`: further names of its command line flag.
+
+    `live`: it can change while the server runs. Its readers take it from the current config at each
+    use (serve/live_config.py), never from the config of the start. `secret`: it is never shown.
+    """
+    metadata = {"help": help, "flags": flags, "live": live, "secret": secret}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -36,25 +40,31 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def live_fields(section: type) -> list[Field[Any]]:
+    """The fields of a config dataclass that can change while the server runs."""
+    return [item for item in fields(section) if item.metadata["live"]]
+
+
 def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:
     """Make one instance per section from a flat mapping of options."""
     section_of = {item.name: key for key, section in sections.items() for item in fields(section)}
     sorted_options: dict[str, dict[str, Any]] = {key: {} for key in sections}
     for name, value in options.items():
         if name not in section_of:
-            raise ConfigError(_unknown(name, list(section_of)))
+            raise ConfigError(unknown_option(name, list(section_of)))
         section = sections[section_of[name]]
-        sorted_options[section_of[name]][name] = _checked(section, name, value)
+        sorted_options[section_of[name]][name] = checked(section, name, value)
     return {key: section(**sorted_options[key]) for key, section in sections.items()}
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def unknown_option(name: str, known: Sequence[str]) -> str:
+    """The message for a name that is no option, with the nearest one."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
     return f"unknown option {name!r}.{hint}"
 
 
-def _checked(section: type, name: str, value: Any) -> Any:
+def checked(section: type, name: str, value: Any) -> Any:
     """Reject a value that is not among a Literal's strings; convert lists, or one item, to tuples."""
     hint = get_type_hints(section)[name]
     if get_origin(hint) is tuple and isinstance(value, str):

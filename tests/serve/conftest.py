@@ -15,13 +15,14 @@ import pytest
 from openai import OpenAI
 
 from tests.serve.fakes import CARD, Options, counting
-from windlass.config import ServeConfig
+from windlass.config import EngineConfig, ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.client import EngineClient
 from windlass.serve.event_loop import run_loop
 from windlass.serve.health import RestartPolicy
 from windlass.serve.launch import ServerParts, serve_until
 from windlass.serve.listener import bind
+from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.loop import Build
 
 QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
@@ -73,12 +74,14 @@ def running(
     verify: bool = True,
     send_buffer: int | None = None,
     num_replicas: int = 1,
+    engine: EngineConfig | None = None,
+    sources: dict[str, str] | None = None,
     **options: object,
 ) -> Iterator[Server]:
     """Run a server in a thread of this process, with its engines in separate processes.
 
     `verify` False: the client accepts any certificate. `send_buffer`: size of the kernel's send
-    buffer.
+    buffer. `engine` and `sources`: see `StartConfig`.
     """
     config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
     listener = bind(config)
@@ -101,7 +104,8 @@ def running(
         parts = ServerParts(
             client=client,
             open_card=lambda: card,
-            config=config,
+            config=LiveConfig(config),
+            started=StartConfig(engine=engine or EngineConfig(), sources=sources or {}),
             listener=listener,
             on_ready=lambda _report, url: ready.append(url),
         )

@@ -12,6 +12,7 @@ from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
 from windlass.serve.admission import AdmissionControl, Rates
 from windlass.serve.health import Backlog
+from windlass.serve.live_config import LiveConfig
 
 
 def backlog(running: int, waiting: int, *, unseen: int = 0, tokens: int = 0) -> Backlog:
@@ -24,7 +25,8 @@ def admission(
     client = SimpleNamespace(backlog=backlog, max_num_seqs=4, num_finished=0)
     on_reject = (reasons if reasons is not None else []).append
     clock = iter(range(1000)).__next__
-    return AdmissionControl(ServeConfig(**options), client, on_reject, clock), client  # type: ignore[arg-type]
+    config = ServeConfig(**options)
+    return AdmissionControl(LiveConfig(config), client, on_reject, clock), client  # type: ignore[arg-type]
 
 
 def test_a_burst_fills_free_slots_beyond_the_queue_limit() -> None:

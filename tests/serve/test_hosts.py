@@ -12,6 +12,7 @@ from tests.serve.raw import RawClient, status_of
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
 from windlass.serve.hosts import make_host_guard
+from windlass.serve.live_config import LiveConfig
 
 TEXT = "/v1/completions"
 
@@ -132,7 +133,7 @@ def test_a_star_allows_any_origin_and_host() -> None:
     ],
 )
 def test_servers_on_loopback_are_guarded(options: dict[str, object], guarded: bool) -> None:
-    guard = make_host_guard(ServeConfig(**options))  # type: ignore[arg-type]
+    guard = make_host_guard(LiveConfig(ServeConfig(**options)))  # type: ignore[arg-type]
     assert (guard is not None) == guarded
 
 

@@ -27,6 +27,7 @@ from windlass.errors import CheckpointError, ConfigError
 from windlass.serve.client import EngineClient
 from windlass.serve.launch import ExitDeadline, OpenCard, ServerParts, serve_until
 from windlass.serve.listener import bind, url_of
+from windlass.serve.live_config import LiveConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,7 +175,7 @@ def test_a_second_signal_ends_a_server_whose_event_loop_is_blocked(tmp_path: Pat
 
 def test_the_exit_is_forced_after_the_deadline() -> None:
     ended = threading.Event()
-    deadline = ExitDeadline(0.05, ended.set)
+    deadline = ExitDeadline(lambda: 0.05, ended.set)
     assert not ended.wait(0.3)  # no signal has arrived
     deadline.on_signal()
     assert ended.wait(20)
@@ -182,7 +183,7 @@ def test_the_exit_is_forced_after_the_deadline() -> None:
 
 def test_a_second_signal_does_not_wait_for_the_deadline() -> None:
     ended = threading.Event()
-    deadline = ExitDeadline(3600.0, ended.set)
+    deadline = ExitDeadline(lambda: 3600.0, ended.set)
     deadline.on_signal()
     assert not ended.wait(0.3)
     deadline.on_signal()
@@ -221,7 +222,7 @@ def _parts(
     return ServerParts(
         client=client,
         open_card=open_card,
-        config=config,
+        config=LiveConfig(config),
         listener=listener,
         on_ready=lambda _report, _url: None,
     )

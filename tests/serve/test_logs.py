@@ -111,7 +111,7 @@ from windlass.serve.client import EngineClient
 from windlass.serve.launch import serve
 from windlass import build
 
-def fake_serve(_config, serve_config, _on_ready):
+def fake_serve(_config, serve_config, _on_ready, **_sources):
     client = EngineClient(counting())
     def on_ready(_report, url):
         print(url, client.replicas[0].pid, flush=True)

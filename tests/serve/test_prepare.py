@@ -16,6 +16,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output, TokenLogprob
 from windlass.errors import RequestError
 from windlass.serve import messages
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.prepare import Prepared, Preparer
 from windlass.serve.protocol import ChatRequest, CompletionRequest
 from windlass.serve.tenants import Tenant
@@ -42,7 +43,7 @@ def preparer_of(
     card: ModelCard = CARD, template: ChatTemplate | None = None, **options: Any
 ) -> Preparer:
     renderer = InProcess(template) if template is not None else None
-    return Preparer(card, ServeConfig(**options), renderer, Workers())
+    return Preparer(card, LiveConfig(ServeConfig(**options)), renderer, Workers())
 
 
 def complete(preparer: Preparer, **body: Any) -> Prepared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Options:
 
     values: Mapping[str, Any]
     notes: tuple[str, ...] = ()  # lines for the log about flags of other engines
+    sources: Mapping[str, str] = field(default_factory=dict)  # of each value: flag or file
 
     @property
     def model(self) -> str:
@@ -110,13 +111,14 @@ def register(
     app: typer.Typer, function: Callable[..., int], generated: Sequence[Option], **settings: Any
 ) -> None:
     """Add `function` to `app` as a command with a model argument, `--config` and generated flags."""
+    of_server = "log_format" in {option.name for option in generated}
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
 
     def run(ctx: typer.Context, **values: Any) -> None:
         arguments = {parameter.name: values.pop(parameter.name) for parameter in own}
         with reported(ctx):
             options = _merged(values, generated, ctx.meta[_NOTES])
-            if "log_format" not in {option.name for option in generated}:
+            if not of_server:
                 for note in options.notes:  # a server logs them itself
                     log(note)
             code = function(options, **arguments)
@@ -132,7 +134,7 @@ def register(
             _model_argument(),
             *keyword_only,
             _config_flag(),
-            *(option.parameter() for option in generated),
+            *(option.parameter(of_server) for option in generated),
         ]
     )
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -151,7 +153,8 @@ def _merged(values: dict[str, Any], generated: Sequence[Option], notes: Sequence
         notes = lines
     # An absent list is None or empty, depending on the version of typer.
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return Options({**from_file, **given}, tuple(notes))
+    sources = {**dict.fromkeys(from_file, "file"), **dict.fromkeys(given, "flag")}
+    return Options({**from_file, **given}, tuple(notes), sources)
 
 
 def _model_argument() -> inspect.Parameter:

@@ -109,6 +109,7 @@ class Option:
     default: Any
     panel: str
     aliases: tuple[str, ...] = ()
+    live: bool = False  # can change while a server runs
 
     @property
     def flag(self) -> str:
@@ -144,8 +145,8 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         return get_args(self.hint) if get_origin(self.hint) is Literal else ()
 
-    def parameter(self) -> inspect.Parameter:
-        """The function parameter from which typer makes the flag."""
+    def parameter(self, of_server: bool = False) -> inspect.Parameter:
+        """The function parameter from which typer makes the flag. `of_server`: mark live options."""
         names = [self.flag, *self.aliases]
         if self.is_switch:
             names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
@@ -153,7 +154,7 @@ class Option:
         info = typer.Option(
             None,
             *names,
-            help=self.help + self._default_text(),
+            help=self.help + self._default_text() + (" [live]" if self.live and of_server else ""),
             show_default=False,
             rich_help_panel=self.panel,
             **extra,
@@ -257,6 +258,7 @@ def options_of(
             default=_default(item),
             panel=panel,
             aliases=item.metadata.get("flags", ()),
+            live=item.metadata.get("live", False),
         )
         for item in fields(cls)
         if item.name not in leave_out

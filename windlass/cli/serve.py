@@ -20,12 +20,17 @@ _log = logging.getLogger("windlass.serve")
 
 
 def serve(options: Options) -> int:
-    """Serve a model over HTTP with an OpenAI-compatible API."""
+    """Serve a model over HTTP with an OpenAI-compatible API.
+
+    Options marked [live] can change while the server runs: see PATCH /admin/config.
+    """
     start_logging(options.values.get("log_format", "text"))
     for note in options.notes:
         _log.info(note)
     _log.info("starting with %s", options.model)
-    options = replace(options, values=with_environment_keys(options.values, os.environ))
+    values = with_environment_keys(options.values, os.environ)
+    sources = {name: options.sources.get(name, "environment") for name in values}
+    options = replace(options, values=values)
     config, serve_config = options.engine(), options.serve()
     _check_quality(options)
     from windlass import build
@@ -38,7 +43,7 @@ def serve(options: Options) -> int:
             typer.echo(f"  in a browser: {url}/\n")
         typer.echo(_curl(url, serve_config))
 
-    return build.serve(config, serve_config, on_ready)
+    return build.serve(config, serve_config, on_ready, sources=sources)
 
 
 def _check_quality(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""The admin endpoints: memory report, sleep and wake, prefix cache reset."""
+"""The admin endpoints: memory report, sleep and wake, prefix cache reset, live configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.core.memory import Memory
-from windlass.errors import WorkerDied
+from windlass.errors import RequestError, WorkerDied
+from windlass.serve.abbreviate import abbreviate
 from windlass.serve.bodies import decode_as, read_body, reply
+from windlass.serve.config_admin import MAX_PATCH_BYTES
+from windlass.serve.cost import NO_KEY
+from windlass.serve.json_body import decode_object
+from windlass.serve.keys import key_name
+from windlass.serve.problems import ConfigConflict
 from windlass.serve.protocol import SleepRequest, WakeRequest
 from windlass.serve.services import Services
 
@@ -61,6 +67,31 @@ class Admin:
             raise WorkerDied("the server sleeps; its prefix cache is empty.")
         return reply({"num_blocks": await self._services.client.reset_prefix_cache()})
 
+    async def config(self, request: Request) -> Response:
+        """All settings; their version is also the ETag."""
+        self._services.keys.check_admin(request)
+        return self._with_version(self._services.config_admin.describe())
+
+    async def change_config(self, request: Request) -> Response:
+        keys, admin = self._services.keys, self._services.config_admin
+        keys.check_admin(request)
+        given = decode_object(await read_body(request, MAX_PATCH_BYTES))
+        version = _expected_version(given.pop("version", None), request.headers.get("if-match"))
+        tenant = keys.tenant_of(request).name  # that of all clients if only admins have keys
+        by = key_name(request) if tenant == NO_KEY else tenant
+        change = admin.change(given, by=by, version=version)
+        await admin.history.save()
+        return self._with_version({"version": change.version, "changes": change.changes})
+
+    async def config_history(self, request: Request) -> Response:
+        self._services.keys.check_admin(request)
+        return reply({"object": "list", "data": [*self._services.config_admin.history.entries]})
+
+    def _with_version(self, body: dict[str, Any]) -> Response:
+        response = reply(body)
+        response.headers["ETag"] = f'"{body["version"]}"'
+        return response
+
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         """Read an admin's JSON body, or the same fields from the query string as vLLM accepts them."""
         self._services.keys.check_admin(request)
@@ -69,6 +100,24 @@ class Admin:
             fields = {name: _value(name, text) for name, text in _query(request)}
             raw = msgspec.json.encode(fields)
         return await decode_as(raw, read, self._services)
+
+
+def _expected_version(given: Any, if_match: str | None) -> int | None:
+    """The version that a change is for, from the body or If-Match; None: any."""
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+        raise RequestError(
+            f"version must be a number that GET /admin/config returned, got {abbreviate(given)}.",
+            "version",
+        )
+    if if_match is None or if_match.strip() == "*":
+        return given
+    tag = if_match.strip().strip('"')
+    if not tag.isdecimal() or given not in (None, int(tag)):
+        raise ConfigConflict(
+            f"If-Match is {abbreviate(if_match)}; the version that GET /admin/config returned is "
+            "expected, as in its ETag."
+        )
+    return int(tag)
 
 
 def _query(request: Request) -> list[tuple[str, str]]:

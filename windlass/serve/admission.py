@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from windlass.config import ServeConfig
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
 from windlass.serve.handle import EngineHandle
 from windlass.serve.health import Backlog
+from windlass.serve.live_config import LiveConfig
 
 _WINDOW_S = 30.0
 _MIN_WAIT_S = 1.0
@@ -91,13 +91,12 @@ class AdmissionControl:
 
     def __init__(
         self,
-        config: ServeConfig,
+        config: LiveConfig,
         client: EngineHandle,
         on_reject: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_reqs = config.max_num_queued_reqs
-        self._max_tokens = config.max_num_queued_tokens
+        self._config = config
         self._client = client
         self._on_reject = on_reject
         self._clock = clock
@@ -119,20 +118,22 @@ class AdmissionControl:
 
         Called before a body is expanded: 2,000 prompts with n=128 make 256,000 requests.
         """
-        check_possible(num_requests, self._client.max_num_seqs, self._max_reqs)
+        max_reqs = self._config.value.max_num_queued_reqs
+        check_possible(num_requests, self._client.max_num_seqs, max_reqs)
 
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Raise Overloaded if the queue has no room for these requests and their prompt tokens."""
-        backlog = self._client.backlog
+        config, backlog = self._config.value, self._client.backlog
+        max_reqs, max_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
         slots = self._client.max_num_seqs
-        excess = _queue_after(backlog, slots, num_requests) - self._max_reqs
+        excess = _queue_after(backlog, slots, num_requests) - max_reqs
         if excess > 0:
-            self._refuse(MAX_REQS, f"{self._max_reqs} requests", num_requests=excess)
+            self._refuse(MAX_REQS, f"{max_reqs} requests", num_requests=excess)
         # With an empty queue even a prompt above the limit is accepted: it does not wait.
-        if self._max_tokens is not None and backlog.num_tokens:
-            over = backlog.num_tokens + num_tokens - self._max_tokens
+        if max_tokens is not None and backlog.num_tokens:
+            over = backlog.num_tokens + num_tokens - max_tokens
             if over > 0:
-                self._refuse(MAX_TOKENS, f"{self._max_tokens} prompt tokens", num_tokens=over)
+                self._refuse(MAX_TOKENS, f"{max_tokens} prompt tokens", num_tokens=over)
 
     def _refuse(
         self, reason: str, limit: str, *, num_tokens: int = 0, num_requests: int = 0

@@ -7,11 +7,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from windlass.config import ServeConfig
 from windlass.errors import EngineError
 from windlass.serve.console_files import CONSOLE_PATHS
 from windlass.serve.hosts import make_host_guard
 from windlass.serve.keys import KeyGuard
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.response import ClientDisconnected
 from windlass.serve.services import GenerationServices
@@ -19,7 +22,7 @@ from windlass.serve.services import GenerationServices
 
 def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
     """Create the application with the endpoints of `router`. The engine need not be running yet."""
-    config = services.config
+    config, live = services.config, services.live
     app = FastAPI(
         title="Windlass",
         openapi_url=None,
@@ -40,18 +43,37 @@ def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
             root_path=config.root_path,
             open_paths=CONSOLE_PATHS if config.console else frozenset(),
         )
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-            allow_credentials=False,
-        )
-    host_guard = make_host_guard(config)
+    app.add_middleware(_Cors, live=live)
+    host_guard = make_host_guard(live)
     if host_guard is not None:
         app.add_middleware(host_guard)
     return app
+
+
+class _Cors:
+    """Middleware that lets pages of the current --allowed-origins read responses."""
+
+    def __init__(self, app: ASGIApp, live: LiveConfig) -> None:
+        self._plain = self._app = app
+        self._origins: tuple[str, ...] = ()
+        live.watch(self._apply)
+
+    def _apply(self, config: ServeConfig) -> None:
+        if config.allowed_origins == self._origins:
+            return
+        self._origins = config.allowed_origins
+        self._app = self._plain
+        if self._origins:
+            self._app = CORSMiddleware(
+                self._plain,
+                allow_origins=self._origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                allow_credentials=False,
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

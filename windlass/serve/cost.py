@@ -98,8 +98,10 @@ class CostTracker:
             return f"windlass:cost_{rest}"
 
         label = ("model_name",)
-        hourly = Gauge(name("usd_per_hour"), "Price per hour.", label, registry=registry)
-        hourly.labels(self._model).set(self.price.per_hour)
+        self._hourly = Gauge(
+            name("usd_per_hour"), "Price per hour.", label, registry=registry
+        ).labels(self._model)
+        self._hourly.set(self.price.per_hour)
         self._usd = Counter(
             name("usd"),
             "Dollars by phase; the phases sum up to the total.",
@@ -129,6 +131,13 @@ class CostTracker:
             self._usd.labels(self._model, phase)
 
     # ---- input -------------------------------------------------------------------------------
+
+    def set_price(self, price: Price) -> None:
+        """Change the price of the time from now on; there may have been none until now."""
+        self.price = price
+        self._hourly.set(price.per_hour)
+        self._began = self._clock()
+        self._seen_at.clear()
 
     def observe(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the engine time between two stats of a replica."""
@@ -226,11 +235,38 @@ def cost_json(cost: Cost) -> dict[str, float]:
     }
 
 
+class LiveCosts:
+    """Owns the tracker, which begins with the first price. Without a price, no cost is counted."""
+
+    def __init__(self, model: str, registry: CollectorRegistry, num_replicas: int) -> None:
+        self.tracker: CostTracker | None = None  # None: there is no price now
+        self._begun: CostTracker | None = None
+        self._model = model
+        self._registry = registry
+        self._num_replicas = num_replicas
+
+    def set_price(self, per_hour: float | None) -> None:
+        if per_hour is None:
+            self.tracker = None
+        elif self._begun is None:
+            self._begun = self.tracker = make_cost_tracker(
+                per_hour, self._model, self._registry, self._num_replicas
+            )
+        elif self.tracker is None or per_hour != self.tracker.price.per_hour:
+            self._begun.set_price(Price(per_hour, self._num_replicas))
+            self.tracker = self._begun
+
+    def observe(self, stats: EngineStats, last: EngineStats, replica: int) -> None:
+        if self.tracker is not None:
+            self.tracker.observe(stats, last, replica)
+
+    def charge(self, key: str, trace: RequestTrace) -> None:
+        if self.tracker is not None:
+            self.tracker.charge(key, trace)
+
+
 def make_cost_tracker(
-    price_per_hour: float | None, model: str, registry: CollectorRegistry, num_replicas: int = 1
-) -> CostTracker | None:
-    """Create the tracker; None: no price is set."""
-    if price_per_hour is None:
-        return None
+    price_per_hour: float, model: str, registry: CollectorRegistry, num_replicas: int = 1
+) -> CostTracker:
     price = Price(price_per_hour, num_replicas)
     return CostTracker(price, model, registry=registry, clock=time.monotonic)

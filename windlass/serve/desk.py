@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from windlass.errors import DeadlineExceeded, EngineError, Overloaded, RequestError
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.metrics import Metrics, Outcome
 from windlass.serve.problems import Draining, Sleeping
 
@@ -43,9 +44,9 @@ class Ticket:
 class Desk:
     """Owns the number of requests in flight, and whether new requests are accepted."""
 
-    def __init__(self, metrics: Metrics, log_requests: bool) -> None:
+    def __init__(self, metrics: Metrics, config: LiveConfig) -> None:
         self._metrics = metrics
-        self._log_requests = log_requests
+        self._config = config
         self._idle = asyncio.Event()
         self._idle.set()
         self.num_in_flight = 0
@@ -59,7 +60,7 @@ class Desk:
 
     def close_ticket(self, path: str, outcome: Outcome, seconds: float) -> None:
         self._metrics.ended(outcome)
-        if self._log_requests:
+        if self._config.value.enable_log_requests:
             _log.info("%s: %s after %.3f s", path, outcome, seconds)
         self.release()
 

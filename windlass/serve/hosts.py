@@ -14,19 +14,20 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.config import ServeConfig
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import ForeignOrigin, Problem, problem_of_status
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
 
 
-def make_host_guard(config: ServeConfig) -> Callable[[ASGIApp], ASGIApp] | None:
+def make_host_guard(live: LiveConfig) -> Callable[[ASGIApp], ASGIApp] | None:
     """Create the middleware; None: the server's names are unknown, or browsers cannot reach it."""
+    config = live.value
     if not config.allowed_hosts and (config.uds is not None or not _is_loopback(config.host)):
         return None
     hosts = _LOCAL | {_hostname(host) for host in (config.host, *config.allowed_hosts)}
-    return partial(HostGuard, hosts=hosts, origins=frozenset(config.allowed_origins))
+    return partial(HostGuard, hosts=hosts, config=live)
 
 
 def _is_loopback(host: str) -> bool:
@@ -49,10 +50,10 @@ def _hostname(authority: str) -> str:
 class HostGuard:
     """Middleware that answers 403 to a foreign Host or Origin."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], origins: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], config: LiveConfig) -> None:
         self._app = app
         self._hosts = hosts
-        self._origins = origins
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
@@ -72,7 +73,7 @@ class HostGuard:
                     "start it with --allowed-hosts NAME.",
                     "foreign_host",
                 )
-        origin = _foreign_origin(headers, self._origins)
+        origin = _foreign_origin(headers, self._config.value.allowed_origins)
         return None if origin is None else problem_of_status(403, origin, "foreign_origin")
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from windlass.config import ServeConfig
 from windlass.serve.acceptor import Accept, Acceptor, accept_from
 from windlass.serve.connections import ConnectionLimits, Connections
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.metrics import Metrics
 from windlass.serve.tls import Tls
 from windlass.serve.transport import LimitedProtocol
@@ -29,7 +30,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        config: ServeConfig,
+        config: LiveConfig,
         *,
         metrics: Metrics,
         max_connections: int,
@@ -37,7 +38,7 @@ class HttpServer(uvicorn.Server):
         accept: Accept | None = None,
     ) -> None:
         self.connections = Connections(
-            ConnectionLimits.of(config, max_connections), metrics.connection_cut
+            ConnectionLimits.of(config.value, max_connections), metrics.connection_cut
         )
         protocol = partial(LimitedProtocol, connections=self.connections)
         super().__init__(
@@ -49,10 +50,15 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 server_header=False,
                 http=cast(type[asyncio.Protocol], protocol),
-                timeout_keep_alive=math.ceil(config.keep_alive_timeout),
                 timeout_graceful_shutdown=LAST_RESPONSES_S,
             )
         )
+
+        def apply(value: ServeConfig) -> None:
+            self.connections.limits = ConnectionLimits.of(value, max_connections)
+            self.config.timeout_keep_alive = math.ceil(value.keep_alive_timeout)
+
+        config.watch(apply)
         self._tls = tls
         self._accept = accept
 

@@ -25,6 +25,7 @@ from windlass.serve.descriptors import raise_descriptor_limit
 from windlass.serve.event_loop import run_loop
 from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
+from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.reload import Reloads
 
 _log = logging.getLogger("windlass.serve")
@@ -45,13 +46,21 @@ class ServerParts:
 
     client: EngineHandle
     open_card: OpenCard
-    config: ServeConfig
+    config: LiveConfig
     listener: socket.socket
     on_ready: OnReady
     reloads: Reloads = field(default_factory=Reloads)
+    started: StartConfig = field(default_factory=StartConfig)
 
 
-def serve(client: EngineHandle, open_card: OpenCard, config: ServeConfig, on_ready: OnReady) -> int:
+def serve(
+    client: EngineHandle,
+    open_card: OpenCard,
+    config: ServeConfig,
+    on_ready: OnReady,
+    *,
+    started: StartConfig = StartConfig(),  # noqa: B008
+) -> int:
     """Serve until a signal arrives or the engine has failed for good; returns the exit code.
 
     `open_card` runs while the engine process starts, and may pass it the build.
@@ -62,7 +71,12 @@ def serve(client: EngineHandle, open_card: OpenCard, config: ServeConfig, on_rea
     raise_descriptor_limit()
     listener = bind(config)
     parts = ServerParts(
-        client=client, open_card=open_card, config=config, listener=listener, on_ready=on_ready
+        client=client,
+        open_card=open_card,
+        config=LiveConfig(config),
+        listener=listener,
+        on_ready=on_ready,
+        started=started,
     )
     try:
         return run_loop(_serve_until_signal(parts))
@@ -83,12 +97,12 @@ def num_http_workers(device: Device) -> int:
 
 
 class ExitDeadline:
-    """Calls `force_exit` at the second signal, or `seconds` after the first.
+    """Calls `force_exit` at the second signal, or `seconds()` after the first.
 
     The thread starts now: a signal handler can run at a point where no thread can be started.
     """
 
-    def __init__(self, seconds: float, force_exit: Callable[[], None]) -> None:
+    def __init__(self, seconds: Callable[[], float], force_exit: Callable[[], None]) -> None:
         self._seconds = seconds
         self._force_exit = force_exit
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -101,7 +115,7 @@ class ExitDeadline:
     def _wait(self) -> None:
         self._signals.get()
         with contextlib.suppress(queue.Empty):
-            self._signals.get(timeout=self._seconds)
+            self._signals.get(timeout=self._seconds())
         self._force_exit()
 
 
@@ -114,7 +128,7 @@ async def _serve_until_signal(parts: ServerParts) -> int:
         parts.client.kill()
         os._exit(1)
 
-    deadline = ExitDeadline(parts.config.shutdown_timeout + _EXIT_GRACE_S, force_exit)
+    deadline = ExitDeadline(lambda: parts.config.value.shutdown_timeout + _EXIT_GRACE_S, force_exit)
 
     # Not loop.add_signal_handler: the event loop never runs its handlers while it is blocked.
     def on_signal(_number: int, _frame: object) -> None:
@@ -165,7 +179,12 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
         from windlass.serve.server import Server
 
         server = Server(
-            client, card, config=parts.config, listener=parts.listener, reloads=parts.reloads
+            client,
+            card,
+            config=parts.config,
+            started=parts.started,
+            listener=parts.listener,
+            reloads=parts.reloads,
         )
     except BaseException:
         engine.cancel()

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import models_json_schema
 
 from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
 from windlass.serve.batch.routes import CreateBatchRequest
+from windlass.serve.config_admin import config_hints
 from windlass.serve.llama_api import (
     LlamaCompletionRequest,
     LlamaInfillRequest,
@@ -36,6 +37,15 @@ from windlass.version import __version__
 
 Json = dict[str, Any]
 Bodies = tuple[type[BaseModel], ...]
+
+# The checks of values are those of config.py.
+ConfigPatch: type[BaseModel] = create_model(  # type: ignore[call-overload]
+    "ConfigPatch",
+    version=(int | None, Field(None, description="Refuse the change if the config is another.")),
+    **{
+        name: (hint, Field(None, description=help)) for name, (hint, help) in config_hints().items()
+    },
+)
 
 _REF = "#/components/schemas/{model}"
 _JSON = "application/json"
@@ -185,6 +195,9 @@ _OPERATIONS = {
     "POST /wake_up": _WAKE,
     "POST /admin/reset_prefix_cache": _RESET,
     "POST /reset_prefix_cache": _RESET,
+    "GET /admin/config": Operation(_ADMIN, "All settings, and which can change now"),
+    "PATCH /admin/config": Operation(_ADMIN, "Change settings", (ConfigPatch,)),
+    "GET /admin/config/history": Operation(_ADMIN, "The last changes of settings"),
     "POST /v1/load_lora_adapter": Operation(_ADMIN, "Load an adapter", (LoadAdapterRequest,)),
     "POST /v1/unload_lora_adapter": Operation(_ADMIN, "Unload an adapter", (UnloadAdapterRequest,)),
 }

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from windlass.config import ServeConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import RequestError
 from windlass.serve import body_limits
 from windlass.serve.abbreviate import abbreviate
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import ModelNotFound
 from windlass.serve.protocol import (
     ChatRequest,
@@ -98,7 +98,7 @@ class Preparer:
     def __init__(
         self,
         card: ModelCard,
-        config: ServeConfig,
+        config: LiveConfig,
         template: Renderer | None,
         workers: Workers,
         *,
@@ -115,8 +115,8 @@ class Preparer:
         self._tokenizer = card.tokenizer
         self._template = template
         self._output_format = output_format or choose_format("", AUTO, AUTO)
-        self._max_logprobs = config.max_logprobs
-        self._trusts_templates = config.trust_request_chat_template
+        self._config = config
+        self._trusts_templates = config.value.trust_request_chat_template
         _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
 
@@ -294,7 +294,7 @@ class Preparer:
         return sampling
 
     def _check_logprobs(self, name: str, requested: int | None) -> None:
-        limit = self._max_logprobs
+        limit = self._config.value.max_logprobs
         if requested is not None and limit != -1 and (requested > limit or requested == -1):
             raise RequestError(
                 f"{name} must be at most {limit}, got {requested}. "

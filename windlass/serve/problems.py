@@ -79,6 +79,10 @@ class StorageError(EngineError):
     """A file or batch cannot be read or written: the disk is full, or broken."""
 
 
+class ConfigConflict(RequestError):
+    """The config is not the version that the request is for."""
+
+
 class Busy(RequestError):
     """The operation is not possible while requests are running."""
 
@@ -148,6 +152,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
+    (ConfigConflict, 412, "invalid_request_error", "config_changed"),
     (AdminOnly, 403, "permission_error", "admin_only"),
     (ForeignOrigin, 403, "permission_error", "foreign_origin"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),

@@ -324,6 +324,8 @@ def make_router(services: Services) -> APIRouter:
         "/load": operations.load,
         "/memory": admin.memory,
         "/is_sleeping": admin.is_sleeping,
+        "/admin/config": admin.config,
+        "/admin/config/history": admin.config_history,
         "/cost": trace_routes.cost,
         "/v1/requests/{response_id:path}/explain": trace_routes.explain,
         "/v1/responses/{response_id}": generation.stored_response,
@@ -343,8 +345,10 @@ def make_router(services: Services) -> APIRouter:
         "/v1/responses/{response_id}": generation.delete_response,
         "/v1/files/{file_id}": files.delete,
     }
-    for methods, endpoints in ((["POST"], posts), (["GET", "HEAD"], gets), (["DELETE"], deletes)):
+    patches: dict[str, Endpoint] = {"/admin/config": admin.change_config}
+    by_methods = {"POST": posts, "GET,HEAD": gets, "DELETE": deletes, "PATCH": patches}
+    for methods, endpoints in by_methods.items():
         for path, endpoint in endpoints.items():
-            router.add_api_route(path, endpoint, methods=methods, response_model=None)
+            router.add_api_route(path, endpoint, methods=methods.split(","), response_model=None)
     ApiDocs(services, router).add_routes()
     return router

@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
-from windlass.config import ServeConfig
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.errors import WorkerDied
 from windlass.serve.app import create_app
@@ -19,6 +18,7 @@ from windlass.serve.handle import EngineHandle
 from windlass.serve.http.pool import HttpWorkers
 from windlass.serve.http_server import LAST_RESPONSES_S, HttpServer
 from windlass.serve.listener import OnReady, url_of
+from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_router
@@ -37,25 +37,25 @@ class Server:
         client: EngineHandle,
         card: ModelCard,
         *,
-        config: ServeConfig,
+        config: LiveConfig,
+        started: StartConfig,
         listener: socket.socket,
         reloads: Reloads,
     ) -> None:
         self._client = client
-        self._config = config
         self._listener = listener
-        self._services = make_services(client, card, config, reloads)
+        self._services = make_services(client, card, config, reloads=reloads, started=started)
         self._tls: Tls | None = None  # None: plain HTTP, or the workers have it
         self._workers: HttpWorkers | None = None  # None: this process does their work
         try:
-            self._max_connections = connection_cap(config.max_connections)
+            self._max_connections = connection_cap(config.value.max_connections)
             self._server = self._make_server(int(self._max_connections.value))
         except BaseException:
             self._services.close()
             raise
 
     def _make_server(self, max_connections: int) -> HttpServer:
-        config = self._config
+        config = self._services.config
         # Also where workers use it: a bad file is found now.
         tls = make_tls(config, self._services.reloads)
         app = with_direct_send(create_app(self._services, make_router(self._services)))
@@ -65,7 +65,7 @@ class Server:
         self._tls = None if self._workers else tls
         server = HttpServer(
             app,
-            config,
+            self._services.live,
             metrics=self._services.metrics,
             max_connections=max_connections,
             tls=self._tls,
@@ -116,7 +116,7 @@ class Server:
             choices += await self._start_workers(self._workers, ends)
         if not any(end.done() for end in ends):
             report = replace(report, choices=choices)
-            on_ready(report, url_of(self._config, self._listener))
+            on_ready(report, url_of(self._services.config, self._listener))
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for helper in helpers:
             if helper.done():
@@ -149,11 +149,10 @@ class Server:
     def _endless(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Work that goes on as long as the server does."""
         yield self._server.connections.sweep_forever()
-        if self._tls is not None and self._config.enable_ssl_refresh:
+        if self._tls is not None and self._services.config.enable_ssl_refresh:
             yield self._tls.refresh_forever()
-        replicas, interval_s = self._client.replicas, self._config.log_stats_interval
-        if interval_s:
-            yield ThroughputLog(len(replicas)).run(replicas, interval_s)
+        replicas = self._client.replicas
+        yield ThroughputLog(len(replicas)).run(replicas, self._services.live)
 
     async def _start_workers(
         self, workers: HttpWorkers, ends: set[asyncio.Task[Any]]
@@ -168,7 +167,7 @@ class Server:
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for running ones, and fail those that do not finish in time."""
-        desk, timeout_s = self._services.desk, self._config.shutdown_timeout
+        desk, timeout_s = self._services.desk, self._services.config.shutdown_timeout
         desk.draining = True
         if self._workers is not None:
             self._workers.push_state()

@@ -13,11 +13,13 @@ from windlass.core.types import EngineStats
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import Admission, AdmissionControl
 from windlass.serve.batch.service import BatchService, make_batch_service
-from windlass.serve.cost import CostTracker, Price, make_cost_tracker
+from windlass.serve.config_admin import ConfigAdmin, ConfigMetrics
+from windlass.serve.cost import CostTracker, LiveCosts, Price
 from windlass.serve.desk import Desk
 from windlass.serve.handle import EngineHandle, GenerationClient
 from windlass.serve.health import Health
 from windlass.serve.keys import Keys
+from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.metrics import Metrics
 from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
@@ -40,7 +42,7 @@ class GenerationServices:
 
     client: GenerationClient
     card: ModelCard
-    config: ServeConfig
+    live: LiveConfig
     preparer: Preparer
     metrics: Metrics
     admission: Admission
@@ -50,10 +52,21 @@ class GenerationServices:
     reloads: Reloads
     scoring: Scoring
     template: TemplateProcess | None = None  # None: the model has no chat template
-    price: Price | None = None  # None: no --price-per-hour
+    num_replicas: int = 1
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
     choices: tuple[Choice, ...] = ()  # for the start-up table
+
+    @property
+    def config(self) -> ServeConfig:
+        """The current config, which a request may read once."""
+        return self.live.value
+
+    @property
+    def price(self) -> Price | None:
+        """The current price; None: no --price-per-hour."""
+        per_hour = self.config.price_per_hour
+        return None if per_hour is None else Price(per_hour, self.num_replicas)
 
     def close(self) -> None:
         """Stop the threads and the template process, and close files."""
@@ -73,9 +86,15 @@ class Services(GenerationServices):
     adapter_manager: AdapterManager
     sleeper: Sleeper
     probes: list[GenerateProbe]  # one per replica
-    costs: CostTracker | None = None  # None: no --price-per-hour
+    live_costs: LiveCosts
+    config_admin: ConfigAdmin
     batches: BatchService | None = None  # None: no --data-dir
     started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def costs(self) -> CostTracker | None:
+        """The costs; None: no --price-per-hour."""
+        return self.live_costs.tracker
 
     def readiness(self) -> Health:
         """Whether a request would be answered now."""
@@ -93,22 +112,25 @@ class Services(GenerationServices):
 
 
 def make_services(
-    client: EngineHandle, card: ModelCard, config: ServeConfig, reloads: Reloads
+    client: EngineHandle,
+    card: ModelCard,
+    live: LiveConfig,
+    *,
+    reloads: Reloads,
+    started: StartConfig,
 ) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
-    metrics = Metrics(card.name, len(client.replicas), config.metrics_prefix)
+    metrics = Metrics(card.name, len(client.replicas), live.value.metrics_prefix)
     metrics.watch_engines(client.replicas)
-    admission = AdmissionControl(config, client, metrics.rejected)
-    costs = make_cost_tracker(
-        config.price_per_hour, card.name, metrics.registry, len(client.replicas)
-    )
-    traces = TraceStore(costs.charge if costs is not None else lambda _owner, _trace: None)
+    admission = AdmissionControl(live, client, metrics.rejected)
+    costs = LiveCosts(card.name, metrics.registry, len(client.replicas))
+    live.watch(lambda config: costs.set_price(config.price_per_hour))
+    traces = TraceStore(costs.charge)
 
     def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
         metrics.observe_stats(stats, last, replica)
         admission.observe(stats, last)
-        if costs is not None:
-            costs.observe(stats, last, replica)
+        costs.observe(stats, last, replica)
 
     client.on_stats = on_stats
     client.on_traces = traces.add
@@ -116,43 +138,54 @@ def make_services(
     common = make_generation_services(
         client,
         card,
-        config,
+        live,
         metrics=metrics,
         admission=admission,
         traces=traces,
-        price=None if costs is None else costs.price,
+        num_replicas=len(client.replicas),
         reloads=reloads,
     )
     if common.template is None:
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
     for warning in () if common.template is None else common.template.warnings:
         _log.warning("%s", warning)
+    config = live.value
     try:
         return Services(
             **{each.name: getattr(common, each.name) for each in fields(common)},
             adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
             sleeper=Sleeper(client, common.desk),
             probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
-            costs=costs,
-            batches=make_batch_service(config, common.preparer),
+            live_costs=costs,
+            config_admin=_config_admin(live, started, metrics, card),
+            batches=make_batch_service(live, common.preparer),
         )
     except BaseException:
         common.close()  # ends the template process
         raise
 
 
+def _config_admin(
+    live: LiveConfig, started: StartConfig, metrics: Metrics, card: ModelCard
+) -> ConfigAdmin:
+    admin = ConfigAdmin(live, started)
+    metrics.registry.register(ConfigMetrics(admin, card.name))
+    return admin
+
+
 def make_generation_services(
     client: GenerationClient,
     card: ModelCard,
-    config: ServeConfig,
+    live: LiveConfig,
     *,
     metrics: Metrics,
     admission: Admission,
     traces: Traces,
-    price: Price | None,
+    num_replicas: int,
     reloads: Reloads,
 ) -> GenerationServices:
     """Create the services of the endpoints that generate text; starts the template process."""
+    config = live.value
     keys = Keys.of(config)
     recorder = make_recorder(config, card.tokenizer)
     workers, source = Workers(), _template_source(card, config)
@@ -163,10 +196,10 @@ def make_generation_services(
     return GenerationServices(
         client=client,
         card=card,
-        config=config,
+        live=live,
         preparer=Preparer(
             card=card,
-            config=config,
+            config=live,
             template=template,
             workers=workers,
             output_format=output_format,
@@ -174,12 +207,12 @@ def make_generation_services(
         ),
         metrics=metrics,
         admission=admission,
-        desk=Desk(metrics, config.enable_log_requests),
+        desk=Desk(metrics, live),
         traces=traces,
         workers=workers,
         scoring=_scoring(card, config),
         template=template,
-        price=price,
+        num_replicas=num_replicas,
         recorder=recorder,
         keys=keys,
         reloads=reloads,

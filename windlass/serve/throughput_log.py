@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from windlass.core.types import EngineStats
+from windlass.serve.live_config import LiveConfig
 
 _log = logging.getLogger("windlass.serve")
 
@@ -36,12 +37,13 @@ class ThroughputLog:
         self._last = [EngineStats()] * num_replicas
         self._was_busy = False
 
-    async def run(self, replicas: Sequence[_HasStats], interval_s: float) -> None:
-        """Log a line every `interval_s` seconds; never returns."""
+    async def run(self, replicas: Sequence[_HasStats], config: LiveConfig) -> None:
+        """Log a line every --log-stats-interval seconds; never returns."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            await asyncio.sleep(interval_s)
+            if await config.changed(config.value.log_stats_interval or None):
+                continue
             now = loop.time()
             fields = self.rates([replica.stats for replica in replicas], now - began)
             began = now

@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from windlass.serve.connections import Connections, CutReason, RateWindow
+from windlass.serve.connections import ConnectionLimits, Connections, CutReason, RateWindow
 from windlass.serve.problems import Problem, problem_of_status
 
 CONNECTION = "windlass.connection"  # scope key: the protocol object of the request
@@ -51,7 +51,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
-        self._limits = connections.limits
         self._socket: socket.socket | None = None  # below TLS
         self._deadline = 0.0  # for headers, keep-alive, lingering, or discarding an unread body
         self._lingering = False
@@ -70,6 +69,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_held_bytes = 0  # body bytes in memory
         self._body_window: RateWindow | None = None
         self._write_window: RateWindow | None = None
+
+    @property
+    def _limits(self) -> ConnectionLimits:
+        return self._connections.limits
 
     # ---- open and close ----------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from windlass.serve.batch.results import (
 from windlass.serve.client import EngineClient
 from windlass.serve.cost import NO_KEY
 from windlass.serve.generation import Generation
+from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.pooling import Pooling
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import batch_endpoints
@@ -101,7 +102,13 @@ def run_batch(run: RunBatch, config: EngineConfig, serve_config: ServeConfig) ->
     opened = open_model(config)
     client = make_client(config)
     client.build_with(*build_replicas(config, opened.source))
-    services = make_services(client, opened.card, serve_config, Reloads())
+    services = make_services(
+        client,
+        opened.card,
+        LiveConfig(serve_config),
+        reloads=Reloads(),
+        started=StartConfig(engine=config),
+    )
     try:
         endpoints = batch_endpoints(Generation(services), Pooling(services))
         rules = LineRules(

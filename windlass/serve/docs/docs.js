@@ -1,6 +1,6 @@
 // Renders openapi.json as a list of endpoints. All text is set as text, never as HTML.
 
-const METHODS = ["get", "post", "delete"];
+const METHODS = ["get", "post", "patch", "delete"];
 const MAX_DEPTH = 3;
 
 function make(name, options = {}, ...children) {
@@ -85,7 +85,7 @@ function bodyOf(document_, operation) {
 function commandOf(document_, method, path, operation) {
   const base = new URL(document_.servers[0].url, location.href).href.replace(/\/$/, "");
   const key = document_.security ? " -H 'Authorization: Bearer KEY'" : "";
-  const verb = method === "delete" ? " -X DELETE" : "";
+  const verb = ["patch", "delete"].includes(method) ? ` -X ${method.toUpperCase()}` : "";
   const media = Object.keys(operation.requestBody?.content || {})[0];
   let data = method === "post" ? " -X POST" : "";
   if (media === "multipart/form-data") data = " -F purpose=batch -F file=@requests.jsonl";

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from windlass import errors
+from windlass.config import ServeConfig
 from windlass.core.card import EngineReport
 from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output
@@ -111,6 +112,7 @@ class State(msgspec.Struct, tag="state", frozen=True):
     max_num_seqs: int
     adapters: list[str]
     refusal: ErrorMessage | None  # why new requests are refused: the server drains or sleeps
+    config: ServeConfig
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

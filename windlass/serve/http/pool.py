@@ -145,7 +145,6 @@ class HttpWorkers:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
         self._setup = WorkerSetup(
-            config=services.config,
             card=services.card,
             upstream=path,
             max_connections=max(1, max_connections),
@@ -213,6 +212,7 @@ class HttpWorkers:
             max_num_seqs=client.max_num_seqs,
             adapters=sorted(client.adapter_names),
             refusal=refusal,
+            config=self._services.config,
         )
 
     def push_state(self) -> bool:

@@ -13,6 +13,7 @@ from windlass.errors import WorkerDied
 from windlass.serve import admission
 from windlass.serve.http import messages
 from windlass.serve.inbox import Inbox, next_output
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.trace_store import Entry
 
 _REPLY_TIMEOUT_S = 10.0
@@ -103,12 +104,13 @@ class RemoteClient:
 class RemoteAdmission:
     """Refuses what can never run; the server's process knows the queue and refuses the rest."""
 
-    def __init__(self, client: RemoteClient, max_queued: int) -> None:
+    def __init__(self, client: RemoteClient, config: LiveConfig) -> None:
         self._client = client
-        self._max_queued = max_queued
+        self._config = config
 
     def check_possible(self, num_requests: int) -> None:
-        admission.check_possible(num_requests, self._client.max_num_seqs, self._max_queued)
+        max_queued = self._config.value.max_num_queued_reqs
+        admission.check_possible(num_requests, self._client.max_num_seqs, max_queued)
 
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Leave it to the server's process, which checks when the requests arrive there."""

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from windlass.child_process import die_with_parent, ignore_signals
-from windlass.config import ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.acceptor import Accept
 from windlass.serve.app import create_app
-from windlass.serve.cost import Price
 from windlass.serve.event_loop import run_loop
 from windlass.serve.http import messages
 from windlass.serve.http.forward import Dispatch, Forwarder
 from windlass.serve.http.link import Link
 from windlass.serve.http.remote import RemoteAdmission, RemoteClient, RemoteTraces
 from windlass.serve.http_server import HttpServer
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.logs import inherit_logging
 from windlass.serve.metrics import Metrics
 from windlass.serve.reload import Reloads
@@ -36,7 +35,6 @@ _HEARTBEAT_S = 1.0
 class WorkerSetup:
     """What a worker is started with."""
 
-    config: ServeConfig
     card: ModelCard
     upstream: str  # unix socket of the server's own HTTP server
     max_connections: int
@@ -59,6 +57,7 @@ class _Worker:
         self._setup = setup
         self._link = Link(self._on_frame, self._on_lost)
         self._client: RemoteClient | None = None  # None: the first state has not arrived
+        self._live: LiveConfig | None = None
         self._has_state, self._stop = asyncio.Event(), asyncio.Event()
         self._traces = RemoteTraces(self._send)
         self._metrics = Metrics(setup.card.name, setup.num_replicas)
@@ -76,7 +75,7 @@ class _Worker:
         tls = make_tls(services.config, services.reloads)
         server = HttpServer(
             app,
-            services.config,
+            services.live,
             metrics=self._metrics,
             max_connections=self._setup.max_connections,
             tls=tls,
@@ -101,20 +100,21 @@ class _Worker:
         return 0
 
     def _make_services(self) -> GenerationServices:
-        config, client = self._setup.config, self._client
+        client = self._client
         assert client is not None
-        price = config.price_per_hour
+        live = LiveConfig(client.state.config)
         services = make_generation_services(
             client,
             self._setup.card,
-            config,
+            live,
             metrics=self._metrics,
-            admission=RemoteAdmission(client, config.max_num_queued_reqs),
+            admission=RemoteAdmission(client, live),
             traces=self._traces,
-            price=None if price is None else Price(price, self._setup.num_replicas),
+            num_replicas=self._setup.num_replicas,
             reloads=self._reloads,
         )
         services.desk.check_awake = client.check_open
+        self._live = live
         return services
 
     def _send(self, message: messages.FromWorker) -> None:
@@ -143,6 +143,8 @@ class _Worker:
                     self._client = RemoteClient(message, self._send)
                     self._has_state.set()
                 self._client.state = message
+                if self._live is not None and self._live.value != message.config:
+                    self._live.set(message.config)
             case messages.Outputs(outputs):
                 assert self._client is not None
                 self._client.on_outputs(outputs)
