@@ -83,6 +83,34 @@ def test_a_link_to_a_folder_of_another_user_is_refused(
         cache_folder("native")
 
 
+@pytest.mark.usefixtures("root")
+def test_a_folder_above_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    """Another user could rename the cache, and put a folder with other code in its place."""
+    folder = cache_folder("native")
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"{tmp_path} has mode 0777.*chmod go-w {tmp_path}`"):
+        check_private(folder)
+    tmp_path.chmod(0o1777)  # as /tmp: nobody else can rename the cache
+    check_private(folder)
+    tmp_path.chmod(0o700)
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner could point it elsewhere after the check."""
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.mkdir(mode=0o700)
+    link.symlink_to(target)
+    check_private(link)
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a link of another user")
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(ConfigError, match="is a link of user 12345"):
+        check_private(link)
+    monkeypatch.setenv("WINDLASS_CACHE", str(link / "cache"))
+    with pytest.raises(ConfigError, match="is a link of user 12345"):
+        cache_folder("native")
+
+
 def test_folders_of_root_are_trusted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that was filled when a container image was built."""
     folder = cache_folder("native")

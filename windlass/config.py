@@ -7,6 +7,7 @@ of its command line flag; `flags` are further names, which other engines use. No
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     download_dir: str | None = option(None, "Folder for downloaded models.")
     hf_token: str | None = option(
-        None, "Token for private or gated models on the hub.", secret=True
+        None, "Token for private or gated models on the hub; also $HF_TOKEN.", secret=True
     )
     hf_overrides: Mapping[str, Any] = option({}, "JSON object merged into the model's config.json.")
     max_model_len: int | None = option(
@@ -248,6 +249,9 @@ class ServeConfig:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all addresses.")
     port: int = option(8000, "Port to listen on; 0: a free port.")
     uds: str | None = option(None, "Unix socket to listen on instead of host and port.")
+    uds_mode: str = option(
+        "600", "Permissions of --uds, octal: 660 lets the server's group connect."
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Key that clients must send; repeatable. Prefer --api-key-file or $WINDLASS_API_KEY, which "
@@ -449,6 +453,8 @@ class ServeConfig:
                 raise ConfigError(f"--lora-root: no such folder: {root}")
         if self.lora_root and not (self.admin_key or self.admin_key_file):
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
+        if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"--uds-mode is octal, such as 660; got {self.uds_mode!r}.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both.")
         for name in ("ssl_ca_certs", "enable_ssl_refresh"):

@@ -16,6 +16,7 @@ from windlass.errors import ConfigError
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT_USER = 0
+_VARIABLE = "WINDLASS_CACHE"
 
 
 def cache_dir() -> Path:
@@ -41,41 +42,88 @@ def cache_folder(name: str) -> Path:
     return folder
 
 
-def make_private(folder: Path) -> None:
+def make_private(folder: Path, variable: str = _VARIABLE) -> None:
     """Create a subfolder of the cache, and the cache itself, with mode 0700, and check both."""
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
-    check_private(folder.parent, folder)
+    check_private(folder.parent, folder, variable=variable)
 
 
-def check_private(*paths: Path) -> None:
-    """Raise ConfigError if another user owns or can write one of `paths`; follows links.
+def check_private(*paths: Path, variable: str = _VARIABLE) -> None:
+    """Raise ConfigError if another user owns or can change one of `paths`, or replace it; follows links.
 
-    A path that does not exist passes. Files that root owns are trusted.
+    A path that does not exist passes. Files that root owns are trusted. `variable`: names the folder.
     """
     if sys.platform == "win32":
         return
     for path in paths:
-        try:
-            status = path.stat()
-        except OSError:  # missing or unreadable, so nothing can be loaded from it
-            continue
-        if (problem := _problem(status)) is not None:
+        found = _weakness(path)
+        if found is not None:
+            each, problem = found
             raise ConfigError(
-                f"{path} {problem}. Windlass runs compiled code from its cache folder, and uses "
-                "no file there that another user could have written. Set WINDLASS_CACHE to a "
+                f"{each} {problem}. Windlass runs compiled code from {path}, and uses "
+                f"no file there that another user could have written. Set {variable} to a "
                 "folder of your own (a new one is created with mode 0700), or, if this one is "
-                f"yours and unchanged, run `chmod -R go-w {path}`."
+                f"yours and unchanged, run `chmod {'-R ' if each == path else ''}go-w {each}`."
             )
 
 
-def _problem(status: os.stat_result) -> str | None:
+def _weakness(path: Path) -> tuple[Path, str] | None:
+    """Where and how another user could change or replace a file; None if no user could."""
+    try:
+        problem = writable_by_others(path.stat())
+    except OSError:  # missing or unreadable, so nothing can be loaded from it
+        return None
+    if problem is not None:
+        return path, problem
+    absolute = Path(os.path.abspath(path))
+    for link in (absolute, *absolute.parents):
+        owner = link.lstat().st_uid
+        if link.is_symlink() and owner not in (os.geteuid(), _ROOT_USER):
+            return link, f"is a link of user {owner}, who can change it"
+    # Who can rename a folder above can put another one in its place.
+    for above in (*absolute.parents, *path.resolve().parents):
+        problem = _replaceable(above)
+        if problem is not None:
+            return above, problem
+    return None
+
+
+def _replaceable(folder: Path) -> str | None:
+    """How another user could replace what is in a folder; None if no user could."""
+    status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & stat.S_ISVTX:  # only the owners of its files can rename them
+        mode &= ~_OTHERS_WRITE
+    if mode & stat.S_IWGRP and _is_own_group(status.st_gid):
+        mode &= ~stat.S_IWGRP
+    return _describe(mode, stat.S_IMODE(status.st_mode), status.st_uid)
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group has no other member than this user: the group that many systems make for each."""
+    import grp
+    import pwd
+
+    try:
+        found, name = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == name and set(found.gr_mem) <= {name}
+
+
+def writable_by_others(status: os.stat_result) -> str | None:
     """How another user could have changed a file; None if no user could."""
-    mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
-    if status.st_uid not in (user, _ROOT_USER):
-        return f"belongs to user {status.st_uid}, and this process runs as user {user}"
-    if mode & _OTHERS_WRITE:
+    mode = stat.S_IMODE(status.st_mode)
+    return _describe(mode, mode, status.st_uid)
+
+
+def _describe(writable: int, mode: int, owner: int) -> str | None:
+    user = os.geteuid()
+    if owner not in (user, _ROOT_USER):
+        return f"belongs to user {owner}, and this process runs as user {user}"
+    if writable & _OTHERS_WRITE:
         return f"has mode {mode:04o}, so that other users can change it"
     return None
 

@@ -20,12 +20,13 @@ def option(default: Any, help: str, *flags: str, live: bool = False, secret: boo
     """A config field with its help text. `flags`: further names of its command line flag.
 
     `live`: it can change while the server runs. Its readers take it from the current config at each
-    use (serve/live_config.py), never from the config of the start. `secret`: it is never shown.
+    use (serve/live_config.py), never from the config of the start. `secret`: it is never shown,
+    also not in the `repr` of its config.
     """
     metadata = {"help": help, "flags": flags, "live": live, "secret": secret}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 def at_least(owner: object, low: float, *names: str) -> None:

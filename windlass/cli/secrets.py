@@ -17,6 +17,7 @@ _log = logging.getLogger("windlass.serve")
 API_KEY_VARIABLE = "WINDLASS_API_KEY"
 _VARIABLES = {"api_key": API_KEY_VARIABLE, "admin_key": "WINDLASS_ADMIN_KEY"}
 _CLUSTER_SECRET = "WINDLASS_CLUSTER_SECRET"
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # as huggingface_hub reads them
 _ARG_START, _ARG_END = 47, 48  # fields of /proc/self/stat, from 0
 
 
@@ -29,7 +30,7 @@ def with_environment_keys(
 ) -> dict[str, Any]:
     """Add the keys of the environment to `options`, and remove them from the environment.
 
-    Otherwise the engine process would inherit them. A variable that is set but empty is an error:
+    Otherwise the engine process and the sandboxes would inherit them. A variable that is set but empty is an error:
     that is more often a mistake than a request to serve without a key.
     """
     values = dict(options)
@@ -42,6 +43,9 @@ def with_environment_keys(
     secret = environment.pop(_CLUSTER_SECRET, None)
     if secret is not None and values.get("nnodes", 1) > 1:
         values.setdefault("cluster_secret", secret)
+    tokens = [environment.pop(name, None) for name in _HUB_TOKENS]
+    if values.get("hf_token") is None and any(tokens):
+        values["hf_token"] = next(token for token in tokens if token)
     return values
 
 

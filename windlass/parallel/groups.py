@@ -26,6 +26,7 @@ from windlass.parallel.place import Place, StoreFile
 
 # A rank that died is noticed by its closed link long before.
 _TIMEOUT = timedelta(minutes=30)
+_LOOPBACK = "127.0.0.1"
 _GLOO_THREADS = 2  # torch's own default
 _TAG = 0  # of tensors that one rank sends to another
 
@@ -197,12 +198,11 @@ def _store(place: Place) -> c10d.Store:
 
 
 def _gloo(place: Place, store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroupGloo:
-    if isinstance(place.store, StoreFile):
-        return c10d.ProcessGroupGloo(store, rank, size, timeout=_TIMEOUT)
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = _TIMEOUT
     options._threads = _GLOO_THREADS
-    # Not the host's name: it may stand for an address that other machines cannot reach.
-    options._devices = [gloo.create_device(hostname=place.store.own_address)]
+    # Not the host's name: other machines may not reach its address, or, with one machine, should not.
+    own = _LOOPBACK if isinstance(place.store, StoreFile) else place.store.own_address
+    options._devices = [gloo.create_device(hostname=own)]
     return c10d.ProcessGroupGloo(store, rank, size, options)

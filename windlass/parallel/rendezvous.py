@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ class Identity:
     """What this machine shows to the others, and the secret that they share."""
 
     facts: Mapping[str, str]  # by names for messages: "--max-num-seqs", "the Windlass version"
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     def proof(self, role: str, hello: Hello, *, nonce: bytes, node_rank: int) -> bytes:
         facts = msgspec.msgpack.encode(sorted(self.facts.items()))

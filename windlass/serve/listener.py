@@ -18,7 +18,7 @@ OnReady = Callable[[EngineReport, str], None]  # called with the URL once the se
 def bind(config: ServeConfig) -> socket.socket:
     """Bind the address of `config`; an address in use is a ConfigError."""
     if config.uds is not None:
-        return _bind_path(config.uds)
+        return _bind_path(config.uds, int(config.uds_mode, 8))
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,7 +33,7 @@ def bind(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _bind_path(path: str) -> socket.socket:
+def _bind_path(path: str, mode: int) -> socket.socket:
     """Bind a unix socket; replaces a stale one that no server listens on."""
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -42,6 +42,7 @@ def _bind_path(path: str) -> socket.socket:
                 if probe.connect_ex(path) != 0:
                     os.unlink(path)
         listener.bind(path)
+        os.chmod(path, mode)  # nobody can connect before `listen`
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}.") from error

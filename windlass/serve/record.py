@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -40,12 +41,27 @@ class Recorder:
         self._lock = threading.RLock()  # several threads record
         try:
             # User texts: only the server's own account may read them.
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            # O_NONBLOCK: opening a pipe would wait for its reader.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            self._file = os.open(path, flags, 0o600)
+            self._check_private()
         except OSError as error:
             raise ConfigError(
                 f"--record-traffic {path}: cannot be written: {error.strerror or error}."
             ) from error
         _log.info("recording %g of the traffic to %s, up to %d bytes", share, path, max_bytes)
+
+    def _check_private(self) -> None:
+        """Raise ConfigError if another user made the file, or may read it. Checked after opening."""
+        status = os.fstat(self._file)
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own or status.st_mode & 0o077:
+            os.close(self._file)
+            raise ConfigError(
+                f"--record-traffic {self._path}: other users could read what clients send (mode "
+                f"{stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}). Name a new file, or run: "
+                f"chmod 600 {self._path}"
+            )
 
     def record(
         self, body: GenerationRequest, prepared: Prepared, completions: Sequence[Completion]

@@ -282,10 +282,16 @@ def _make_private(folder: Path) -> None:
     """Make a folder that only this account may enter; refuses one that others may enter."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = stat.S_IMODE(folder.stat().st_mode)
+        status = folder.stat()
+        mode = stat.S_IMODE(status.st_mode)
         writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(f"--data-dir {folder}: {error.strerror or error}.") from error
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"--data-dir {folder} belongs to user {status.st_uid}, who could read the requests of "
+            f"clients; this process runs as user {os.geteuid()}. Name a folder of its own."
+        )
     if mode & 0o077:
         raise ConfigError(
             f"--data-dir {folder} is open to other users (mode {mode:o}). It holds the requests of "
