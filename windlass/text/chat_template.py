@@ -94,8 +94,13 @@ def compile_template(source: str) -> Template:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template does not parse: line {error.lineno}: {error.message}. "
+            f"the chat template does not parse: line {error.lineno}: {_clipped(error.message or '')}. "
             "Give another one with --chat-template."
+        ) from error
+    except _TEMPLATE_ERRORS as error:  # too deeply nested, or a constant that cannot be computed
+        raise ConfigError(
+            f"the chat template cannot be compiled: {_explain(error)}. Give another one with "
+            "--chat-template."
         ) from error
 
 
@@ -109,10 +114,14 @@ def _line_of(error: BaseException) -> int | None:
 def _explain(error: BaseException) -> str:
     line = _line_of(error)
     where = f"line {line}: " if line is not None else ""
-    message = str(error) or type(error).__name__
-    if len(message) > _MAX_MESSAGE_CHARS:  # a template may quote a whole conversation in its error
-        message = f"{message[:_MAX_MESSAGE_CHARS]}…"
-    return f"{where}{message}"
+    return where + _clipped(str(error) or type(error).__name__)
+
+
+def _clipped(message: str) -> str:
+    """A template may quote a whole conversation in its error, or have a tag of any length."""
+    if len(message) <= _MAX_MESSAGE_CHARS:
+        return message
+    return f"{message[:_MAX_MESSAGE_CHARS]}…"
 
 
 class ChatTemplate:

@@ -112,6 +112,12 @@ class TemplateProcess:
             reply = self._process.receive(RENDER_TIMEOUT_S)
         except (EOFError, OSError) as error:
             self._restart()
+            if job.template is not None:
+                raise RequestError(
+                    "the process that renders chat templates ended while it used this template. "
+                    "Simplify it, or leave the field out.",
+                    "chat_template",
+                ) from error
             raise WorkerDied(
                 "the process that renders chat templates ended. Send the request again."
             ) from error

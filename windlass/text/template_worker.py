@@ -19,6 +19,7 @@ from windlass.errors import ConfigError, RequestError
 from windlass.text.chat_template import ChatTemplate
 
 _MAX_MEMORY_BYTES = 2**30  # address space of the process, on Linux
+_MAX_OPEN_FILES = 64
 _NO_MEMORY = f"needs more than {_MAX_MEMORY_BYTES / 2**30:g} GiB of memory"
 GIVE_ANOTHER = "Give another one with --chat-template."
 
@@ -81,7 +82,7 @@ def template_main(source: TemplateSource, pipe: Connection) -> None:
     """Main function of the process: render jobs until the other end of `pipe` is closed."""
     die_with_parent()
     ignore_signals()
-    _limit_memory()
+    _limit_resources()
     pipe.send_bytes(encode(Booted()))
     try:
         template = ChatTemplate(source.text, source.special_tokens, source.defaults)
@@ -100,11 +101,17 @@ def template_main(source: TemplateSource, pipe: Connection) -> None:
         pipe.send_bytes(encode(_render(template, source, job)))
 
 
-def _limit_memory() -> None:
-    if sys.platform == "linux":
-        import resource
+def _limit_resources() -> None:
+    """Bound what a template can take, or do if it left Jinja's sandbox; the parent bounds its time."""
+    if sys.platform == "win32":
+        return
+    import resource
 
+    if sys.platform == "linux":  # other systems do not enforce it
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
 
 
 def _render(template: ChatTemplate, source: TemplateSource, job: RenderJob) -> Reply:
