@@ -90,7 +90,7 @@ def test_a_folder_above_that_others_can_write_is_refused(tmp_path: Path) -> None
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=rf"{tmp_path} has mode 0777.*chmod go-w {tmp_path}`"):
         check_private(folder)
-    tmp_path.chmod(0o1777)  # as /tmp: nobody else can rename the cache
+    tmp_path.chmod(0o1777)  # as /tmp: no other user can rename the cache
     check_private(folder)
     tmp_path.chmod(0o700)
 

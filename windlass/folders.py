@@ -82,7 +82,7 @@ def _weakness(path: Path) -> tuple[Path, str] | None:
         owner = link.lstat().st_uid
         if link.is_symlink() and owner not in (os.geteuid(), _ROOT_USER):
             return link, f"is a link of user {owner}, who can change it"
-    # Who can rename a folder above can put another one in its place.
+    # A user who can rename a folder above can put another one in its place.
     for above in (*absolute.parents, *path.resolve().parents):
         problem = _replaceable(above)
         if problem is not None:

@@ -10,6 +10,7 @@ from windlass.errors import CheckpointError
 
 _D = TypeVar("_D")
 _REQUIRED: Any = object()
+_LARGEST_INT = 2**31 - 1  # kernels count in 32 bits
 LARGEST = sys.float_info.max  # JSON also allows larger integers, and infinity
 
 
@@ -48,8 +49,8 @@ class Fields:
     def positive_int(self, name: str, default: int = _REQUIRED) -> int:
         """A positive integer."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(name, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_INT:
+            raise self._wrong(name, value, f"a positive integer up to {_LARGEST_INT}")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -121,4 +122,4 @@ class Fields:
         return default
 
     def _wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {name} is {value!r}, expected {expected}.")
+        return CheckpointError(f"{self.source}: {name} is {value!r:.200}, expected {expected}.")

@@ -6,7 +6,6 @@ table: it samples a token that is not used. No torch here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from windlass.core.pooling import ModelPooling, PoolingType
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.models.fields import Fields
-from windlass.models.json_file import read_json
+from windlass.models.json_file import path_inside, read_json, read_value
 from windlass.models.tensor_rules import Rule
 
 T = TypeVar("T")
@@ -226,13 +225,14 @@ class _HeadReader:
             return ()
         path = self._folder / "modules.json"
         try:
-            listed = json.loads(path.read_text(encoding="utf-8"))
-            return [
-                (str(each["type"]).rpartition(".")[2], self._folder / each["path"])
-                for each in listed
-            ]
-        except (ValueError, TypeError, KeyError) as error:
+            listed = [(str(each["type"]), str(each["path"])) for each in read_value(path)]
+        except (TypeError, KeyError) as error:
             raise CheckpointError(f"{path}: is not a list of modules: {error!r}.") from error
+        return [
+            # The network itself has the path "".
+            (kind.rpartition(".")[2], path_inside(self._folder, name or ".", path))
+            for kind, name in listed
+        ]
 
     def _pooling_type(self, folder: Path) -> PoolingType:
         """The pooling of 1_Pooling/config.json; --pooling-type replaces one that is not supported."""

@@ -15,6 +15,7 @@ from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.folders import cache_folder
 from windlass.models import default_model, hub
 from windlass.models.checkpoint import weight_map
+from windlass.models.json_file import path_inside
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pickle", "*.pkl", "*.ckpt")
@@ -136,13 +137,14 @@ def _folder(name: str, folder: Path, config: ModelConfig) -> ModelFiles:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     shards = sorted(set(weight_map(index).values()))
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    paths = tuple(path_inside(index.parent, shard, index) for shard in shards)
+    missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise CheckpointError(
             f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}. "
             "Download them to the same folder."
         )
-    return tuple(index.parent / shard for shard in shards)
+    return paths
 
 
 def _refuse_split(path: Path) -> None:

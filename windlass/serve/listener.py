@@ -42,7 +42,7 @@ def _bind_path(path: str, mode: int) -> socket.socket:
                 if probe.connect_ex(path) != 0:
                     os.unlink(path)
         listener.bind(path)
-        os.chmod(path, mode)  # nobody can connect before `listen`
+        os.chmod(path, mode)  # no client can connect before `listen`
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}.") from error

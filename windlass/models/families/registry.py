@@ -108,9 +108,19 @@ def gguf_architecture(name: str, source: str) -> str:
     return _GGUF[name]
 
 
+_MAX_LAYERS = 4096
+
+
 def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HParams:
     """Read a config.json's dictionary. `source` is the file's name in error messages."""
     architecture = architecture_of(config, source)
+    layers = config.get("num_hidden_layers")
+    if (
+        isinstance(layers, int) and layers > _MAX_LAYERS
+    ):  # each needs memory before a weight is read
+        raise CheckpointError(
+            f"{source}: num_hidden_layers is {layers}, more than {_MAX_LAYERS}: not a real model."
+        )
     return family_of(architecture).read(Fields(config, source), architecture)
 
 
