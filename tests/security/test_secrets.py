@@ -25,7 +25,7 @@ VARIABLES = {
     "WINDLASS_CLUSTER_SECRET": f"{MARK}-cluster-variable",
     "HF_TOKEN": f"{MARK}-token-variable",
 }
-WRONG = f"{MARK}-guess"
+WRONG = f"{MARK}-wrong"
 
 
 @pytest.fixture(scope="module")
