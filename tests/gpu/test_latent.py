@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.test_chunks import CHUNKS, with_long_chunks
 from tests.gpu.test_kernels import CUDA, DTYPES, ROWS, close, make_batch, randn
 from windlass.core.mla import LatentHeads
-from windlass.core.types import Row, SlotId
 from windlass.kernels import latent, reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.latent import LatentWeights
@@ -80,29 +80,17 @@ def test_queries_and_outputs(num_q: int, dtype: torch.dtype) -> None:
     close(latent_outputs(mixed, weights, batch), want, factor=2)
 
 
-CHUNKS = [[(0, 400)], [(3000, 300), (40, 3), (0, 600), (500, 1)]]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("rows", CHUNKS, ids=str)
-def test_chunks_with_keys_and_values_of_every_head(
-    rows: list[tuple[int, int]], codes: bool, dtype: torch.dtype
-) -> None:
+def test_long_chunks(rows: list[tuple[int, int]], codes: bool, dtype: torch.dtype) -> None:
     from windlass.kernels.triton.latent_expanded import attend_latent
-    from windlass.runner.cuda.metadata import MIN_EXPANDED, expanded_chunks
 
     heads = LITE
     kv, batch = latent_batch(rows, heads, dtype, 4)
     if codes:
         coded, scales = reference.encode(kv.keys, torch.float8_e4m3fn)
         kv = LayerKV(coded, coded, scales, scales)
-    of_rows = [Row(str(i), SlotId(i), 0, 1, (), (), sample=False) for i in range(len(rows))]
-    short = [
-        i for i, tile in enumerate(batch.work.tiles.tolist()) if rows[tile[2]][1] < MIN_EXPANDED
-    ]
-    expanded = expanded_chunks(of_rows, batch.spans, CUDA)
-    work = replace(batch.work, tiles=batch.work.tiles[short], expanded=expanded)
     joint = randn(heads.num_q, heads.nope_dim + heads.value_dim, heads.rank, dtype=dtype) / 20
     keys, values = joint.split([heads.nope_dim, heads.value_dim], 1)
     norm = torch.ones(heads.rank, dtype=dtype, device=CUDA)
@@ -116,7 +104,7 @@ def test_chunks_with_keys_and_values_of_every_head(
     queries = latent.latent_queries(*args, kv, batch)
     mixed = latent.latent_attention(queries, kv, batch, scale, heads.rank)
     want = latent.latent_outputs(mixed, weights, batch)
-    got = attend_latent(*args, ours, replace(batch, work=work), scale)
+    got = attend_latent(*args, ours, with_long_chunks(batch), scale)
     if codes:  # a chunk reads its own keys before they are quantised
         assert (got.float() - want.float()).abs().max() <= 0.05 * want.float().abs().max()
     else:

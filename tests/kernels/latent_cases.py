@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.core.mla import LatentHeads
-from windlass.kernels.triton import latent, latent_expanded, latent_kernels
+from windlass.kernels.triton import latent, latent_kernels
 
 X, F, I, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"  # noqa: E741
 DIMS = {"RANK": 512, "RANK_PAD": 512, "SIZE": 16}
@@ -57,21 +56,6 @@ def prefill(num_q: int, codes: str | None = None) -> tuple:
     return latent_kernels.latent_prefill_kernel, paged(signature, codes), constants, options
 
 
-def expanded(num_q: int, cached: bool) -> tuple:
-    heads = LatentHeads(num_q=num_q, nope_dim=128, rope_dim=64, rank=512, value_dim=128)
-    options = latent_expanded._options()
-    constants = {key: options.pop(key) for key in ("ROWS", "TILE")}
-    constants |= {"CACHED": cached, **latent_expanded._sizes(heads)}
-    tensors = ("q", "rotated", "keys", "rope_keys", "values", "out")
-    strides = ("q_token", "q_head", "rotated_token", "rotated_head", "key_token", "key_head")
-    strides += ("rope_token", "value_token", "value_head")
-    signature = {**dict.fromkeys(tensors, X), **dict.fromkeys(strides, "i32"), "tiles": I}
-    signature |= {"num_keys": "i32", "scale": "fp32"}
-    if cached:
-        signature["sums"] = F
-    return latent_expanded.expanded_prefill_kernel, signature, constants, options
-
-
 LATENT = {
     "latent write": write(),
     "latent write fp8": write(FP8),
@@ -87,6 +71,4 @@ LATENT = {
     "latent prefill of 16 heads": prefill(16),
     "latent prefill of 128 heads": prefill(128),
     "latent prefill fp8 of 16 heads": prefill(16, FP8),
-    "latent expanded prefill of 16 heads": expanded(16, cached=False),
-    "latent expanded context of 128 heads": expanded(128, cached=True),
 }

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
+from tests.kernels.chunk_cases import CHUNKS  # noqa: E402
 from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
 from tests.kernels.expert_cases import EXPERTS  # noqa: E402
 from tests.kernels.latent_cases import LATENT  # noqa: E402
@@ -52,10 +53,9 @@ ALIGNED = (
         "rotated_head",
         "q_token",
         "q_head",
-        "key_token",
-        "key_head",
         "rope_token",
-        "value_token",
+        "rope_head",
+        "key_head",
         "value_head",
         "x_row",
         "x_head",
@@ -415,6 +415,7 @@ CASES = {
     **LORA_AND_SPECULATION,
     **EXPERTS,
     **LATENT,
+    **CHUNKS,
     **MAMBA,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }

@@ -13,15 +13,16 @@ import torch
 
 from tests.kernels.conftest import Check
 from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
+from tests.kernels.test_interpreted_chunks import chunks_of
 from tests.kernels.test_latent import make_weights
 from windlass.core.mla import LatentHeads
-from windlass.core.types import Row, SlotId
 from windlass.kernels import latent, reference
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 
 pytest.importorskip("triton")
 
 HEADS = LatentHeads(num_q=5, nope_dim=12, rope_dim=8, rank=20, value_dim=10)
+LONG_HEADS = LatentHeads(num_q=5, nope_dim=16, rope_dim=16, rank=20, value_dim=32)
 ROWS = [(300, 1), (0, 1), (30, 20)]
 
 
@@ -110,31 +111,30 @@ def test_attention(num_q: int, dtype: torch.dtype) -> None:
 
 
 @inside
-@pytest.mark.parametrize("rows", [[(0, 150)], [(30, 20), (0, 130), (700, 140), (300, 1)]], ids=str)
+@pytest.mark.parametrize("rows", [[(0, 40)], [(30, 5), (60, 25), (60, 1)]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("joint", [True, False])
-def test_chunks_with_keys_and_values_of_every_head(
-    rows: list[tuple[int, int]], dtype: torch.dtype, joint: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("heads", [LONG_HEADS, HEADS], ids=["expanded", "absorbed"])
+def test_long_chunks(
+    heads: LatentHeads,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from windlass.kernels.triton import latent_expanded
+    from windlass.kernels.triton import chunk_attention, latent_expanded
     from windlass.kernels.triton.latent import decode_parts
     from windlass.runner.cuda import metadata
 
-    monkeypatch.setattr(metadata, "MIN_EXPANDED", 100)
-    monkeypatch.setattr(latent_expanded, "_MIN_PIECE", 16)  # several pieces of cached tokens
+    monkeypatch.setattr(metadata, "MIN_LONG", 20)
+    monkeypatch.setattr(chunk_attention, "_MIN_PIECE", 16)  # several pieces of cached tokens
     torch.manual_seed(4)
-    heads, weights = HEADS, make_weights(HEADS)
-    if joint:
+    weights = make_weights(heads)
+    if rows[0][0] == 0:
         weights = replace(weights, joint=torch.cat([weights.keys, weights.values], 1))
     kv, batch = latent_batch(heads, rows, dtype)
-    of_rows = [Row(str(i), SlotId(i), 0, 1, (), (), sample=False) for i in range(len(rows))]
-    expanded = metadata.expanded_chunks(of_rows, batch.spans, torch.device("cpu"))
     work = batch.work
-    assert expanded is not None
     assert work is not None
-    short = [i for i, tile in enumerate(work.tiles) if rows[tile[2]][1] < 100]
     counters = torch.zeros(len(rows) * decode_parts(heads.num_q), dtype=torch.int32)
-    work = replace(work, counters=counters, tiles=work.tiles[short], expanded=expanded)
+    work = replace(work, counters=counters, long=chunks_of(batch.spans, tile=8))
     projected = torch.randn(len(batch.positions), heads.num_q * heads.query_dim + heads.dim)
     angle = torch.rand(900, heads.rope_dim // 2) * 6
     table = torch.cat([angle.cos(), angle.sin()], -1)

@@ -238,8 +238,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandedContext:
-    """Cached tokens before a chunk of `ExpandedChunks`."""
+class CachedContext:
+    """The cached tokens before a chunk of `LongChunks`."""
 
     slot: int
     num_tokens: int
@@ -247,12 +247,13 @@ class ExpandedContext:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandedChunks:
-    """Long prompt chunks of MLA layers, for which keys and values of every head are computed."""
+class LongChunks:
+    """Prompt chunks that are worth contiguous keys and values; layers with windows read pages."""
 
     # [n, 4] int32: first token, token count, first token of its chunk, position in its chunk.
     tiles: Tensor
-    contexts: tuple[ExpandedContext, ...] = ()
+    others: Tensor  # the `AttentionWork.tiles` of the other chunks
+    contexts: tuple[CachedContext, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ class AttentionWork:
     width: int = 1
     siblings: int = 0
     spare: int = 0
-    expanded: ExpandedChunks | None = None  # `tiles` has none of their tokens
+    long: LongChunks | None = None
 
 
 @dataclass(frozen=True, slots=True)

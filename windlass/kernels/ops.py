@@ -87,8 +87,8 @@ class Ops:
 
         Writes the latents to the pages. Returns [tokens, heads * value dim].
         """
-        if batch.work is not None and batch.work.expanded is not None:
-            assert self.expanded_latent is not None
+        has_long_chunks = batch.work is not None and batch.work.long is not None
+        if has_long_chunks and self.expanded_latent is not None:
             return self.expanded_latent(projected, q, heads, weights, cos_sin, kv, batch, scale)
         queries = self.latent_queries(projected, q, heads, weights, cos_sin, kv, batch)
         mixed = self.latent_attention(queries, kv, batch, scale, heads.rank)

@@ -9,10 +9,12 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
-from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.batch import AttentionWork, Heads, LayerKV, LongChunks, StepBatch
 from windlass.kernels.gemm_io import Outputs
-from windlass.kernels.triton import pdl
+from windlass.kernels.triton import chunk_attention, pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
+from windlass.kernels.triton.chunk_attention import Keys, Queries, gather, no_sums, pieces
+from windlass.kernels.triton.chunk_attention import attend as attend_to
 from windlass.kernels.triton.norm import values_and_scales
 from windlass.kernels.triton.rope import rope_write
 
@@ -45,15 +47,46 @@ def attention(
 ) -> Tensor:
     """Same contract as `reference.attention`.
 
-    `fresh` has the step's own keys and values before quantisation.
+    `fresh` has the step's own keys and values, contiguous and before quantisation.
     """
     assert batch.work is not None
-    out = torch.empty_like(queries)
+    out, tiles = torch.empty_like(queries), batch.work.tiles
     if batch.work.singles.shape[0]:
         _decode(out, queries, None, kv, batch, options)
-    if batch.work.tiles.shape[0]:
-        _prefill(out, queries, kv, fresh, batch, options)
+    if fresh is not None:
+        chunks = _long_chunks(batch.work, fresh.shape[3], options)
+        if chunks is not None:
+            _attend_chunks(out, queries, kv, fresh, batch, options, chunks)
+            tiles = chunks.others
+    if tiles.shape[0]:
+        own = fresh if kv.key_scales is not None else None  # else pages hold the same numbers
+        _prefill(out, queries, kv, own, batch, options, tiles)
     return out
+
+
+def _long_chunks(work: AttentionWork, dim: int, options: AttentionOptions) -> LongChunks | None:
+    """The chunks of a layer that attend to contiguous keys and values."""
+    return work.long if chunk_attention.supports(dim, options) else None
+
+
+def _attend_chunks(
+    out: Tensor,
+    queries: Tensor,
+    kv: LayerKV,
+    fresh: Tensor,
+    batch: StepBatch,
+    options: AttentionOptions,
+    chunks: LongChunks,
+) -> None:
+    """Attend from long chunks to the cached tokens before them, and to their own keys in `fresh`."""
+    q, dtype = Queries(queries), queries.dtype
+    sums = no_sums(queries) if chunks.contexts else None
+    for context in chunks.contexts:
+        for piece in pieces(context, queries.shape[0]):
+            keys = gather(kv.keys, kv.key_scales, kv, batch, context, piece, dtype)
+            values = gather(kv.values, kv.value_scales, kv, batch, context, piece, dtype)
+            attend_to(q, Keys(keys, values), out, context.tiles, options, sums=sums, cached=True)
+    attend_to(q, Keys(fresh[0], fresh[1]), out, chunks.tiles, options, sums=sums)
 
 
 def attend(
@@ -77,7 +110,8 @@ def attend(
         _decode(out, values, _Raw(rows=rows, columns=columns, rope=rope), kv, batch, options)
         return out
     fresh = None
-    if quantised and work.tiles.shape[0] and not batch.batch_invariant:
+    contiguous = _long_chunks(work, heads.dim, options) is not None
+    if contiguous or (quantised and work.tiles.shape[0] and not batch.batch_invariant):
         # Batch-invariant steps read every key from its page, as later steps do.
         fresh = values.new_empty((2, tokens, heads.num_kv, heads.dim))
     queries = rope_write(qkv, heads, rope, kv, batch, fresh)
@@ -194,14 +228,13 @@ def _prefill(
     fresh: Tensor | None,
     batch: StepBatch,
     options: AttentionOptions,
+    tiles: Tensor,
 ) -> None:
-    work = batch.work
-    assert work is not None
     _, num_kv, size, dim = kv.keys.shape
     num_q = queries.shape[1]
     group = num_q // num_kv
     dim_pad = triton.next_power_of_2(dim)
-    paged_prefill_kernel[(work.tiles.shape[0], num_kv)](
+    paged_prefill_kernel[(tiles.shape[0], num_kv)](
         queries,
         kv.keys,
         kv.values,
@@ -210,7 +243,7 @@ def _prefill(
         *((None, None) if fresh is None else (fresh[0], fresh[1])),
         options.sinks,
         out,
-        work.tiles,
+        tiles,
         batch.table_of(kv),
         batch.tables.stride(1),
         *_in_log2(options),

@@ -154,14 +154,15 @@ def _per_head(x: Tensor, weight: Tensor, out: Tensor, batch_invariant: bool) -> 
 def latent_attention(
     queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float, rank: int
 ) -> Tensor:
-    """Same contract as `windlass.kernels.latent.latent_attention`; rows of `ExpandedChunks` are zeros."""
+    """Same contract as `windlass.kernels.latent.latent_attention`; rows of `LongChunks` are zeros."""
     assert batch.work is not None
     shape = (*queries.shape[:2], rank)
-    out = queries.new_empty(shape) if batch.work.expanded is None else queries.new_zeros(shape)
+    out = queries.new_empty(shape) if batch.work.long is None else queries.new_zeros(shape)
     if batch.work.singles.shape[0]:
         _decode(out, queries, kv, batch, scale * _LOG2_E)
-    if batch.work.tiles.shape[0]:
-        _prefill(out, queries, kv, batch, scale * _LOG2_E)
+    tiles = batch.work.tiles if batch.work.long is None else batch.work.long.others
+    if tiles.shape[0]:
+        _prefill(out, queries, kv, batch, tiles, scale * _LOG2_E)
     return out
 
 
@@ -220,17 +221,17 @@ def _prefill_options(quantised: bool) -> dict[str, int]:
     return {"ROWS": _PREFILL_ROWS, "TILE": 32, "num_warps": 8, "num_stages": 3}
 
 
-def _prefill(out: Tensor, queries: Tensor, kv: LayerKV, batch: StepBatch, scale: float) -> None:
-    work = batch.work
-    assert work is not None
+def _prefill(
+    out: Tensor, queries: Tensor, kv: LayerKV, batch: StepBatch, tiles: Tensor, scale: float
+) -> None:
     _, num_q, dim = queries.shape
     options = _prefill_options(kv.key_scales is not None)
-    latent_prefill_kernel[(work.tiles.shape[0], TILE_ROWS // options["ROWS"])](
+    latent_prefill_kernel[(tiles.shape[0], TILE_ROWS // options["ROWS"])](
         queries,
         kv.keys,
         kv.key_scales,
         out,
-        work.tiles,
+        tiles,
         batch.table_of(kv),
         batch.tables.stride(1),
         scale,

@@ -13,8 +13,8 @@ from windlass.core.types import Row
 from windlass.kernels.batch import (
     AdapterRows,
     AttentionWork,
-    ExpandedChunks,
-    ExpandedContext,
+    CachedContext,
+    LongChunks,
     Span,
     StepBatch,
 )
@@ -37,10 +37,8 @@ def _power_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-# Tokens of a chunk from which MLA uses keys and values of every head. With 16 heads on an H200 that is as
-# fast as absorbed weights without cached tokens, and 1.2 times as fast behind 4,096 of them.
-MIN_EXPANDED = 256
-EXPANDED_TILE = 128  # tokens
+MIN_LONG = 256  # tokens of a chunk that is worth contiguous keys and values
+LONG_TILE = 128  # tokens
 
 
 def attention_tiles(
@@ -60,27 +58,31 @@ def attention_tiles(
     return tiles
 
 
-def expanded_chunks(
-    rows: Sequence[Row], spans: Sequence[Span], device: torch.device
-) -> ExpandedChunks | None:
-    """The long chunks of an MLA step; None: it has none."""
+def long_chunks(
+    rows: Sequence[Row], spans: Sequence[Span], tile: int, device: torch.device
+) -> LongChunks | None:
+    """The long chunks of a step; None: it has none. `tile`: that of other chunks."""
     tiles: list[tuple[int, ...]] = []
     cached: list[tuple[int, int, slice]] = []
-    for row, span in zip(rows, spans, strict=True):
-        if span.count < MIN_EXPANDED:
-            continue
-        starts = range(0, span.count, EXPANDED_TILE)
+    is_long = [span.count >= MIN_LONG for span in spans]
+    if not any(is_long):
+        return None
+    for row, span in compress(zip(rows, spans, strict=True), is_long):
+        starts = range(0, span.count, LONG_TILE)
         if span.start:
             cached.append((row.slot, span.start, slice(len(tiles), len(tiles) + len(starts))))
         tiles += [
-            (span.first + at, min(EXPANDED_TILE, span.count - at), span.first, at)
+            (span.first + at, min(LONG_TILE, span.count - at), span.first, at)
             for at in reversed(starts)  # the longest first
         ]
-    if not tiles:
-        return None
+    short = [not each for each in is_long]
+    others = attention_tiles(list(compress(rows, short)), list(compress(spans, short)), tile)
     on_device = to_device(np.array(tiles, dtype=np.int32), device)
-    contexts = (ExpandedContext(slot, start, on_device[own]) for slot, start, own in cached)
-    return ExpandedChunks(on_device, tuple(contexts))
+    return LongChunks(
+        on_device,
+        to_device(np.array(others, dtype=np.int32).reshape(-1, 5), device),
+        tuple(CachedContext(slot, start, on_device[own]) for slot, start, own in cached),
+    )
 
 
 class DeviceMetadata:
@@ -94,13 +96,8 @@ class DeviceMetadata:
         num_kv_heads: int,
         num_positions: int,
         multiprocessors: int,
-        latent: bool = False,
     ) -> None:
-        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step.
-
-        `latent`: attention is MLA.
-        """
-        self._latent = latent
+        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step."""
         self.tile = tile
         self.num_kv_heads = num_kv_heads
         self._slots = slots
@@ -147,22 +144,13 @@ class DeviceMetadata:
         batch_invariant, device = inputs.shape.batch_invariant, self._slots.device
         rows, spans = inputs.rows, inputs.spans
         singles = [span.first for span in spans if span.count == 1 and not batch_invariant]
-        expanded = None
-        if self._latent and not batch_invariant:
-            expanded = expanded_chunks(rows, spans, device)
-        short = [expanded is None or span.count < MIN_EXPANDED for span in spans]
-        tiles = attention_tiles(
-            list(compress(rows, short)),
-            list(compress(spans, short)),
-            self.tile,
-            singles=batch_invariant,
-        )
+        tiles = attention_tiles(rows, spans, self.tile, singles=batch_invariant)
         return AttentionWork(
             singles=to_device(np.array(singles, dtype=np.int32), device),
             tiles=to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), device),
             splits=self.splits(len(singles)),
             counters=self.counters,
-            expanded=expanded,
+            long=None if batch_invariant else long_chunks(rows, spans, self.tile, device),
         )
 
     def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
