@@ -272,12 +272,13 @@ def test_every_import_is_a_declared_dependency() -> None:
     listed = list(project["dependencies"])
     listed += [
         name
-        for extra in ("cuda", "eval", "report", "transformers", "tune")
+        for extra in ("cuda", "eval", "otel", "report", "transformers", "tune")
         for name in extras[extra]
     ]
     declared = {re.split(r"[\s<>=;\[]", item)[0].lower() for item in listed}
     named_otherwise = {
         "lm_eval": "lm-eval",
+        "opentelemetry": "opentelemetry-sdk",
         "pydantic_core": "pydantic",
         "yaml": "pyyaml",
         "zmq": "pyzmq",
@@ -310,6 +311,6 @@ def test_every_flag_of_serve_is_a_setting() -> None:
             long = [name for name in item.metadata["flags"] if name.startswith("--")]
             names = [flag(item.name), *long]
             expected.update(names)
-            if item.type == "bool":
+            if item.type in ("bool", "bool | None"):
                 expected.update(f"--no-{name.removeprefix('--')}" for name in names)
     assert flags == expected - {"--model"}

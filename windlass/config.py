@@ -404,7 +404,23 @@ class ServeConfig:
         "windlass:NAME.",
     )
     console: bool = option(True, "Serve the web console at /.")
-    enable_log_requests: bool = option(False, "Log every request.", live=True)
+    enable_log_requests: bool | None = option(
+        None,
+        "Log a line per request: how it ended, tokens, times, cost; never texts or keys. Default: with "
+        "--log-format json.",
+        live=True,
+    )
+    log_bodies: bool = option(
+        False,
+        "Log the bodies of requests and responses too, up to 16 KiB each: prompts and outputs of all "
+        "clients are then in the log.",
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace per request; needs "
+        "windlass-llm[otel]. Default: from OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or "
+        "OTEL_EXPORTER_OTLP_ENDPOINT.",
+    )
     enable_request_id_headers: bool = option(False, "Answer with X-Request-Id.", live=True)
     enable_force_include_usage: bool = option(False, "Include usage in every stream.", live=True)
     price_per_hour: float | None = option(
@@ -448,6 +464,8 @@ class ServeConfig:
             raise ConfigError(
                 f"--record-share must be above 0 and at most 1, got {self.record_share}."
             )
+        if self.log_bodies and not self.logs_requests:
+            raise ConfigError("--log-bodies does nothing with --no-enable-log-requests.")
         for root in self.lora_root:
             if not Path(root).is_dir():
                 raise ConfigError(f"--lora-root: no such folder: {root}")
@@ -464,6 +482,13 @@ class ServeConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{flag(name)}: no such file: {path}")
+
+    @property
+    def logs_requests(self) -> bool:
+        """Whether each request is a line in the log."""
+        if self.enable_log_requests is None:
+            return self.log_format == "json" or self.log_bodies
+        return self.enable_log_requests
 
     def _check_transport(self) -> None:
         at_least(self, 1, "max_url_bytes", "max_header_bytes", "max_header_fields")

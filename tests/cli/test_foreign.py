@@ -108,7 +108,7 @@ def test_sampling_flags_are_those_of_the_command_where_it_has_them() -> None:
 @pytest.mark.parametrize(
     ("line", "note"),
     [
-        ("--disable-log-requests m", "--enable-log-requests adds a line per request"),
+        ("--disable-uvicorn-access-log m", "--enable-log-requests adds a line per request"),
         ("m --swap-space 4", "recomputed, not swapped"),
         ("m -fa on --jinja", "kernels are chosen for the device"),
         ("m -fa", "kernels are chosen"),

@@ -214,12 +214,12 @@ def _unknown_fields(server: Server) -> None:
 
 
 @contextmanager
-def _logged(text: str) -> Iterator[Callable[[], bool]]:
+def _logged(text: str, name: str = "windlass.serve") -> Iterator[Callable[[], bool]]:
     """Whether a line with `text` was logged meanwhile, by the server in this process."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("windlass.serve")
+    logger = logging.getLogger(name)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -240,7 +240,7 @@ def _log_stats_interval(server: Server) -> None:
 
 
 def _enable_log_requests(server: Server) -> None:
-    with _logged(f"{TEXT}: success after") as found:
+    with _logged(f"{TEXT}: 200 success", "windlass.request") as found:
         server.complete(max_tokens=1)
         assert not found()
         with changed(server, enable_log_requests=True):

@@ -664,6 +664,7 @@ _SERVER_FLAGS = (
     ),
     _alias("--reasoning-format", LLAMA, "--reasoning-parser", unset=("auto", "deepseek")),
     _alias("--log-requests", SGLANG, "--enable-log-requests", takes="nothing"),
+    _alias("--disable-log-requests", VLLM, "--no-enable-log-requests", takes="nothing"),
     _alias("--max-queued-requests", SGLANG, "--max-num-queued-reqs"),
     _alias("--watchdog-timeout", SGLANG, "--hang-timeout"),
     _alias("--h11-max-incomplete-event-size", VLLM, "--max-header-bytes"),
@@ -720,7 +721,7 @@ _SERVER_FLAGS = (
     _alias("--disable-log-stats", VLLM, "--log-stats-interval 0", "nothing"),
     _alias("--log-jsonl", LLAMA, "--log-format json", "nothing"),
     _ignored(
-        "--disable-log-requests --disable-uvicorn-access-log --log-disable",
+        "--disable-uvicorn-access-log --log-disable",
         f"{VLLM}, {LLAMA}",
         "nothing",
         _LOGGED,
@@ -761,14 +762,14 @@ _SERVER_FLAGS = (
         "keys are sent as headers, so browsers need no credentials.",
     ),
     _refused(
-        "--otlp-traces-endpoint --collect-detailed-traces --enable-trace",
+        "--collect-detailed-traces --enable-trace",
         f"{VLLM}, {SGLANG}",
-        "windlass explain ID shows where a request's time went; traces are not exported.",
+        "--otlp-traces-endpoint URL exports a trace per request, with a span per phase.",
     ),
     _refused(
         "--enable-log-outputs --log-prompts-dir",
         f"{VLLM}, {LLAMA}",
-        "--record-traffic FILE writes requests and responses.",
+        "--log-bodies logs requests and responses; --record-traffic FILE writes a share of them.",
     ),
     _refused(
         "--return-tokens-as-token-ids",

@@ -6,7 +6,7 @@ serve/explain.py turns them into sentences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windlass.core.types import FinishReason, Timeline
@@ -65,6 +65,26 @@ class RequestTrace:
     decode_s: float
     saved_s: float  # estimated time to compute its cached tokens
     why_ended: str = ""  # set if its deadline ended it
+
+
+def merge_rounds(first: RequestTrace, later: RequestTrace) -> RequestTrace:
+    """Add the request of a later round to the trace of a search, such as beam search.
+
+    The first round computes the prompt: queue, blockers and prompt are its own.
+    """
+    times = replace(
+        first.timeline,
+        last_token=later.timeline.last_token,
+        num_output=first.timeline.num_output + later.timeline.num_output,
+    )
+    return replace(
+        first,
+        timeline=times,
+        finish=later.finish,
+        ended=max(first.ended, later.ended),
+        prefill_s=first.prefill_s + later.prefill_s,
+        decode_s=first.decode_s + later.decode_s,
+    )
 
 
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)

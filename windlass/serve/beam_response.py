@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.core.types import Timeline
+from windlass.errors import EngineError
 from windlass.serve.desk import Ticket
 from windlass.serve.formatters import usage
 from windlass.serve.prepare import Prepared
@@ -16,6 +17,7 @@ from windlass.serve.protocol import GenerationRequest
 from windlass.serve.response import ResponseFormat, cancel_on_disconnect
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
 from windlass.serve.services import GenerationServices
+from windlass.serve.trace_store import Entry
 from windlass.text.beam_search import BeamSearch, BeamSearchParams, output_of
 from windlass.text.completion import Completion
 from windlass.text.request_builder import RequestBuilder
@@ -32,6 +34,7 @@ class BeamResponse:
         body: GenerationRequest,
         response_format: ResponseFormat,
         ticket: Ticket,
+        owner: str,
     ) -> None:
         self._services = services
         self._prepared = prepared
@@ -58,20 +61,42 @@ class BeamResponse:
             )
             for index, request in enumerate(prepared.requests)
         ]
+        ticket.served = self._served
+        self._price = services.price if body.include_cost else None
+        self._entry = ticket.entry = Entry(
+            response_id=prepared.response_id,
+            owner=owner,
+            began=ticket.began,
+            request_ids=tuple(request.request_id for request in prepared.requests[::n]),
+            path=ticket.path,
+            adapter=prepared.requests[0].adapter,
+            more_rounds=True,
+        )
 
     async def send_whole(self, request: Request) -> Response:
         """Wait for all sequences and return one JSON body."""
         body = await cancel_on_disconnect(request.receive, self._collect())
+        self._ticket.keep_response(body)
         self._ticket.end("success")
         return Response(body, media_type="application/json")
 
     async def _collect(self) -> bytes:
+        traces, entry = self._services.traces, self._entry
+        traces.open(entry)
         tasks = [asyncio.create_task(self._run(search)) for search in self._searches]
         try:
             timelines = await asyncio.gather(*tasks)
+        except EngineError:
+            traces.mark_lost(entry)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
+            traces.end_rounds(entry)
+        cost = None
+        if self._price is not None:
+            arrived = await traces.wait_closed(entry)
+            cost = None if arrived is None else self._price.of(arrived)
         n, deltas = self._prepared.sampling.n, {}
         for i, (search, timeline) in enumerate(zip(self._searches, timelines, strict=True)):
             for at, finished in enumerate(search.results()[:n], start=i * n):
@@ -81,7 +106,7 @@ class BeamResponse:
                 assert delta is not None, "the whole completion is one delta"
                 deltas[at] = delta
         found = [self._served[i] for i in deltas]
-        numbers = usage(self._prepared, found)
+        numbers = usage(self._prepared, found, cost)
         return msgspec.json.encode(
             self._format.whole(deltas, [each.completion for each in found], numbers)
         )

@@ -95,7 +95,7 @@ class EngineClient:
         self.num_finished = 0
         self.failed = asyncio.Event()
         self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
-        self.on_traces: Callable[[list[RequestTrace]], None] | None = None
+        self.on_traces: Callable[[int, list[RequestTrace]], None] | None = None
         self.on_traces_lost: Callable[[Collection[str]], None] | None = None
         self._unloads: set[asyncio.Task[None]] = set()
 
@@ -396,9 +396,9 @@ class EngineClient:
         if self.on_stats is not None:
             self.on_stats(replica.index, stats, last)
 
-    def on_traces_of(self, _replica: Replica, traces: list[RequestTrace]) -> None:
+    def on_traces_of(self, replica: Replica, traces: list[RequestTrace]) -> None:
         if self.on_traces is not None:
-            self.on_traces(traces)
+            self.on_traces(replica.index, traces)
 
     # ---- all replicas ------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from windlass.serve.bodies import (
     request_id_header,
     unknown_fields_header,
 )
+from windlass.serve.desk import Ticket
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
 from windlass.serve.keys import BATCH_OWNER
 from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
@@ -194,12 +195,16 @@ class Generation:
     async def _respond(self, request: Request, read: Callable[[bytes, str], ApiCall]) -> Response:
         """Every exit from here, and from the stream that it may return, ends the ticket."""
         services = self._services
-        ticket = services.desk.open_ticket(request.url.path)
+        ticket = services.desk.open_ticket(request)
         with ended_on_error(ticket):
             services.desk.check_open()
             tenant = services.keys.tenant_of(request)
-            call = await read_as(request, lambda raw: read(raw, tenant.name), services)
+            ticket.summary.tenant = tenant.name
+            call = await read_as(
+                request, lambda raw: read(ticket.keep_request(raw), tenant.name), services
+            )
             body = call.body
+            ticket.mark("receive")
             services.admission.check_possible(body.num_completions)
             if services.keys.clients:
                 # A tenant must not learn from timing what another tenant has sent.
@@ -208,7 +213,7 @@ class Generation:
             if BATCH_OWNER in request.scope:
                 body = body.model_copy(update={"priority": BATCH_PRIORITY})
             allowed_s = deadline_s(request, call.deadline_ms)
-            prepared = await self._prepare(body, tenant)
+            prepared = await self._prepare(body, tenant, ticket)
             if allowed_s is not None:
                 prepared = prepared.due_at(ticket.began + allowed_s)
             request.state.response_id = prepared.response_id
@@ -225,7 +230,12 @@ class Generation:
             response_format = call.make_format(body, prepared)
             if body.use_beam_search:
                 beams = BeamResponse(
-                    services, prepared, body=body, response_format=response_format, ticket=ticket
+                    services,
+                    prepared,
+                    body=body,
+                    response_format=response_format,
+                    ticket=ticket,
+                    owner=tenant.name,
                 )
                 response = await beams.send_whole(request)
             else:
@@ -242,8 +252,21 @@ class Generation:
         response.headers.update(headers)
         return response
 
-    async def _prepare(self, body: GenerationBody, tenant: Tenant) -> Prepared:
+    async def _prepare(self, body: GenerationBody, tenant: Tenant, ticket: Ticket) -> Prepared:
         preparer, report = self._services.preparer, self._services.client.report
+        summary, is_chat = ticket.summary, isinstance(body, ChatRequest)
+        summary.operation = "chat" if is_chat else "text_completion"
+        summary.model = body.model or self._services.card.name
+        summary.stream = bool(body.stream)
         if isinstance(body, ChatRequest):
-            return await preparer.chat(body, report, tenant)
-        return await preparer.completion(body, report, tenant)
+            prepared = await preparer.chat(body, report, tenant, ticket.mark)
+        else:
+            prepared = await preparer.completion(body, report, tenant)
+        ticket.mark("tokenize")
+        sampling = prepared.sampling
+        summary.response_id = prepared.response_id
+        summary.adapter = prepared.requests[0].adapter
+        summary.num_completions, summary.max_tokens = sampling.n, sampling.max_tokens
+        summary.temperature, summary.top_p = sampling.temperature, sampling.top_p
+        summary.num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
+        return prepared

@@ -97,8 +97,8 @@ class EngineHandle(GenerationClient, Protocol):
     failed: asyncio.Event  # set when no replica is restarted any more
     # Called with a replica's index, and the current and the previous stats of its engine process.
     on_stats: Callable[[int, EngineStats, EngineStats], None] | None
-    # Called with the traces of ended requests.
-    on_traces: Callable[[list[RequestTrace]], None] | None
+    # Called with a replica's index, and the traces of requests that it has ended.
+    on_traces: Callable[[int, list[RequestTrace]], None] | None
     # Called with the ids of requests whose traces were lost with their engine.
     on_traces_lost: Callable[[Collection[str]], None] | None
 

@@ -1,6 +1,8 @@
 """The log of a server: lines of text, or JSON objects with the same fields.
 
 A record's `fields` (`extra={"fields": {...}}`) are keys of its JSON object; the text has them in words.
+Messages may contain texts of clients: characters that are not printable are escaped, so that no client
+can write lines of its own, or commands for a terminal.
 """
 
 from __future__ import annotations
@@ -15,6 +17,19 @@ _MAX_REFUSALS_PER_S = 20
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+def escaped(text: str) -> str:
+    """Text in which control characters, line ends and invisible characters are escapes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+
+
+class _TextFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -26,7 +41,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return escaped(json.dumps(line, ensure_ascii=False, default=str))
 
 
 class _AtMost(logging.Filter):
@@ -65,7 +80,7 @@ def inherit_logging() -> None:
     if log_format is None:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(_TEXT))
     logging.basicConfig(handlers=[handler])
     logging.getLogger("windlass").setLevel(logging.INFO)
     logging.getLogger("windlass.refused").filters = [_AtMost(_MAX_REFUSALS_PER_S)]

@@ -82,34 +82,40 @@ class Pooling:
         self._scoring = services.scoring
 
     async def embeddings(self, request: Request) -> Response:
-        return await self._respond(request, EmbeddingRequest.read, self._embed)
+        return await self._respond(request, "embeddings", EmbeddingRequest.read, self._embed)
 
     async def score(self, request: Request) -> Response:
-        return await self._respond(request, ScoreRequest.read, self._score)
+        return await self._respond(request, "score", ScoreRequest.read, self._score)
 
     async def rerank(self, request: Request) -> Response:
-        return await self._respond(request, RerankRequest.read, self._rerank)
+        return await self._respond(request, "rerank", RerankRequest.read, self._rerank)
 
     async def _respond(
         self,
         request: Request,
+        operation: str,
         read: Callable[[bytes], B],
         answer: Callable[[B, _Call], Any],
     ) -> Response:
         services = self._services
-        ticket = services.desk.open_ticket(request.url.path)
+        ticket = services.desk.open_ticket(request)
         with ended_on_error(ticket):
             services.desk.check_open()
-            body = await read_as(request, read, services)
-            services.preparer.adapter_of(body.model)
+            tenant = services.keys.tenant_of(request)
+            ticket.summary.tenant = tenant.name
+            body = await read_as(request, lambda raw: read(ticket.keep_request(raw)), services)
+            ticket.mark("receive")
+            ticket.summary.operation = operation
+            ticket.summary.model = body.model or services.card.name
+            ticket.summary.adapter = services.preparer.adapter_of(body.model)
             if body.include_cost and services.costs is None:
                 raise RequestError(
                     "include_cost needs a server started with --price-per-hour.", "include_cost"
                 )
-            tenant = services.keys.tenant_of(request)
             call = _Call(request, ticket, tenant, headers=unknown_fields_header(request))
             content = await cancel_on_disconnect(request.receive, answer(body, call))
-        ticket.end("success")
+        ticket.keep_response(content)
+        ticket.end("success", reason="stop")
         return Response(content, media_type="application/json", headers=call.headers)
 
     # ---- the endpoints -----------------------------------------------------------------------
@@ -198,7 +204,8 @@ class Pooling:
         """Compute the vectors of prompts, in their order."""
         services, builder, unique = self._services, self._builder, uuid.uuid4().hex
         response_id = f"{prefix}-{body.request_id or unique}"
-        call.request.state.response_id = response_id
+        call.request.state.response_id = call.ticket.summary.response_id = response_id
+        call.ticket.mark("tokenize")
         call.headers.update(request_id_header(call.request, response_id, services.config))
         adapter = services.preparer.adapter_of(body.model)
         options = RequestOptions(
@@ -209,6 +216,8 @@ class Pooling:
             weight=call.tenant.weight,
         )
         fitted = [builder.fit_pooled(prompt, body.truncate_prompt_tokens) for prompt in prompts]
+        num_prompt = sum(len(prompt.tokens) for prompt in fitted)
+        call.ticket.summary.num_prompt = num_prompt
         requests = builder.pooling_requests(f"{response_id}-{unique}", fitted, params, options)
         groups = list(_groups(requests, max(1, services.client.max_num_seqs // _NUM_LANES)))
         first = [request for group in groups[:_NUM_LANES] for request in group]
@@ -218,7 +227,10 @@ class Pooling:
             owner=call.tenant.name,
             began=call.ticket.began,
             request_ids=tuple(request.request_id for request in requests),
+            path=call.ticket.path,
+            adapter=adapter,
         )
+        call.ticket.entry = entry
         services.traces.open(entry)
         try:
             outputs = await self._run(groups, call.ticket.began)
@@ -226,12 +238,13 @@ class Pooling:
             services.traces.mark_lost(entry)  # some requests may never have been sent
             raise
         timelines = [output.timeline for output in outputs if output.timeline is not None]
-        num_prompt = sum(len(prompt.tokens) for prompt in fitted)
+        num_cached = sum(each.num_cached for each in timelines)
+        call.ticket.summary.num_cached = num_cached
         usage: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": 0,
             "total_tokens": num_prompt,
-            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in timelines)},
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
         if body.include_cost:
             usage |= await self._cost(entry)

@@ -138,10 +138,16 @@ class Preparer:
         )
 
     async def chat(
-        self, body: ChatRequest, report: EngineReport, tenant: Tenant = NO_TENANT
+        self,
+        body: ChatRequest,
+        report: EngineReport,
+        tenant: Tenant = NO_TENANT,
+        mark: Callable[[str], None] = lambda _phase: None,
     ) -> Prepared:
+        """`mark` is called when the chat template was rendered."""
         self.adapter_of(body.model)
         text, builder = await self.render(body, report), self._builder(report)
+        mark("template")
         (tokens,) = await self._encode_off_loop(
             len(text), builder.encode_rendered, [text], bool(body.add_special_tokens)
         )

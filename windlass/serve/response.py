@@ -60,11 +60,14 @@ def ended_on_error(ticket: Ticket) -> Iterator[None]:
     except EngineError as error:
         ticket.end_with(error)
         raise
-    except (ClientDisconnected, ClientDisconnect, asyncio.CancelledError):
-        ticket.end("aborted")
+    except (ClientDisconnected, ClientDisconnect):
+        ticket.end_aborted()
+        raise
+    except asyncio.CancelledError:
+        ticket.end_aborted("cancelled")
         raise
     except BaseException:
-        ticket.end("error")
+        ticket.end("error", status=500, reason="internal_error")
         raise
 
 
@@ -156,6 +159,7 @@ class CompletionResponse:
             for completion in self._completions
         ]
         self._by_id = {each.completion.request.request_id: each for each in self._served}
+        ticket.served = self._served
 
     async def _next(self) -> Delta | None:
         """Wait for the next delta to send; None: all completions have ended.
@@ -194,6 +198,7 @@ class CompletionResponse:
             path=self._ticket.path,
             adapter=self._prepared.requests[0].adapter,
         )
+        self._ticket.entry = self._entry
         self._traces.open(self._entry)
         on_restart = None if self._body.stream else self._restart
         self._inbox = self._client.submit(self._prepared.requests, on_restart=on_restart)
@@ -243,6 +248,7 @@ class CompletionResponse:
         finally:
             self.close()
         await self._record()
+        self._ticket.keep_response(body)
         self._ticket.end("success")
         return Response(body, media_type="application/json")
 
@@ -366,10 +372,10 @@ class EventStream(StreamingResponse):
             sending = self._send_all(send, scope.get(_DIRECT_SEND, send), connection)
             await cancel_on_disconnect(receive, sending)
         except ClientDisconnected:
-            self._ticket.end("aborted")
+            self._ticket.end_aborted(connection.cut_reason or "client_disconnected")
         finally:
             self._completion.close()
-            self._ticket.end("error")  # unless it has ended already
+            self._ticket.end("error", reason="internal_error")  # unless it has ended already
 
     async def _send_all(self, send: Send, direct_send: Send, connection: LimitedProtocol) -> None:
         """Send the events; an error in mid-stream becomes an event.
@@ -378,6 +384,8 @@ class EventStream(StreamingResponse):
         """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        self._ticket.summary.status = 200
+        direct_send = self._ticket.keeping(direct_send)
         try:
             await self._completion.events(self._first, direct_send)
         except EngineError as error:
@@ -385,5 +393,8 @@ class EventStream(StreamingResponse):
             await direct_send(_body(self._completion.error_event(error)))
         else:
             # uvicorn drops events for a closed connection without an error.
-            self._ticket.end("aborted" if connection.is_closing else "success")
+            if connection.is_closing:
+                self._ticket.end_aborted(connection.cut_reason or "client_disconnected")
+            else:
+                self._ticket.end("success")
         await send(_body(b"", more=False))

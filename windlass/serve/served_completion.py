@@ -18,25 +18,25 @@ class TokenTimer:
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics = metrics
         self._arrived = arrived
-        self._first_at: float | None = None
-        self._last_at = arrived
+        self.first_at: float | None = None
+        self.last_at = arrived
         self._timeline: Timeline | None = None
 
     def tokens(self, output: Output) -> None:
         now = time.monotonic()
         if output.timeline is not None:
             self._timeline = output.timeline
-        if self._first_at is None:
-            self._first_at = now
+        if self.first_at is None:
+            self.first_at = now
             if output.timeline is not None:
                 self._metrics.first_token(now - self._arrived, output.timeline)
         elif output.tokens:
-            self._metrics.next_tokens(now - self._last_at, len(output.tokens))
-        self._last_at = now
+            self._metrics.next_tokens(now - self.last_at, len(output.tokens))
+        self.last_at = now
 
     def end(self, reason: str, num_tokens: int) -> None:
-        decode_s = self._last_at - (self._first_at or self._last_at)
-        total_s = self._last_at - self._arrived
+        decode_s = self.last_at - (self.first_at or self.last_at)
+        total_s = self.last_at - self._arrived
         self._metrics.finished(
             reason,
             num_tokens=num_tokens,
@@ -58,7 +58,7 @@ class ServedCompletion:
         self.num_cached = 0
         self.num_drafted = 0
         self.num_accepted = 0
-        self._timer = timer
+        self.timer = timer
         self._interval = interval
         self._num_sent = 0
         self._first = True
@@ -86,9 +86,9 @@ class ServedCompletion:
             self.num_cached = output.timeline.num_cached
             self.num_drafted = output.timeline.num_drafted
             self.num_accepted = output.timeline.num_accepted
-        self._timer.tokens(output)
+        self.timer.tokens(output)
         if delta.finish_reason is not None:
-            self._timer.end(delta.finish_reason, self.num_tokens)
+            self.timer.end(delta.finish_reason, self.num_tokens)
         merged = self._pending
         if merged is None:
             merged = delta

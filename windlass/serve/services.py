@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 from windlass.config import ServeConfig
 from windlass.core.card import Choice, ModelCard
 from windlass.core.types import EngineStats
+from windlass.errors import ConfigError
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import Admission, AdmissionControl
 from windlass.serve.batch.service import BatchService, make_batch_service
 from windlass.serve.config_admin import ConfigAdmin, ConfigMetrics
 from windlass.serve.cost import CostTracker, LiveCosts, Price
-from windlass.serve.desk import Desk
+from windlass.serve.desk import Desk, RequestReporter
 from windlass.serve.handle import EngineHandle, GenerationClient
 from windlass.serve.health import Health
 from windlass.serve.keys import Keys
@@ -25,6 +27,7 @@ from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.reload import Reloads
+from windlass.serve.request_log import RequestReports, SpanExporter
 from windlass.serve.sleep import Sleeper
 from windlass.serve.trace_store import Traces, TraceStore
 from windlass.serve.workers import Workers
@@ -88,6 +91,7 @@ class Services(GenerationServices):
     probes: list[GenerateProbe]  # one per replica
     live_costs: LiveCosts
     config_admin: ConfigAdmin
+    reports: RequestReports
     batches: BatchService | None = None  # None: no --data-dir
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -107,6 +111,7 @@ class Services(GenerationServices):
 
     def close(self) -> None:
         GenerationServices.close(self)
+        self.reports.close()
         if self.batches is not None:
             self.batches.close()
 
@@ -133,8 +138,9 @@ def make_services(
         costs.observe(stats, last, replica)
 
     client.on_stats = on_stats
-    client.on_traces = traces.add
+    client.on_traces = lambda replica, arrived: traces.add(arrived, replica)
     client.on_traces_lost = traces.lose
+    reports = _make_reports(live, traces, costs)
     common = make_generation_services(
         client,
         card,
@@ -144,6 +150,7 @@ def make_services(
         traces=traces,
         num_replicas=len(client.replicas),
         reloads=reloads,
+        reporter=reports,
     )
     if common.template is None:
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
@@ -159,9 +166,11 @@ def make_services(
             live_costs=costs,
             config_admin=_config_admin(live, started, metrics, card),
             batches=make_batch_service(live, common.preparer),
+            reports=reports,
         )
     except BaseException:
         common.close()  # ends the template process
+        reports.close()
         raise
 
 
@@ -171,6 +180,34 @@ def _config_admin(
     admin = ConfigAdmin(live, started)
     metrics.registry.register(ConfigMetrics(admin, card.name))
     return admin
+
+
+def _make_reports(live: LiveConfig, traces: TraceStore, costs: LiveCosts) -> RequestReports:
+    """Create what logs and exports requests."""
+    if live.value.log_bodies:
+        _log.warning(
+            "--log-bodies: the log has the prompts and outputs of all clients; protect it as such"
+        )
+    return RequestReports(live, traces, costs, spans=_make_spans(live.value))
+
+
+def _make_spans(config: ServeConfig) -> SpanExporter | None:
+    """Create the exporter of traces; None: neither flag nor environment ask for one."""
+    flag = config.otlp_traces_endpoint
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    from_environment = next((name for name in variables if os.environ.get(name)), None)
+    if flag is None and from_environment is None:
+        return None
+    try:
+        from windlass.serve.otel import make_spans
+    except ModuleNotFoundError as error:
+        needed = "needs OpenTelemetry. Install it with: pip install 'windlass-llm[otel]'"
+        if flag is not None:
+            raise ConfigError(f"--otlp-traces-endpoint {needed} ({error}).") from error
+        # A cluster may set the variable for all its programs.
+        _log.warning("no traces are exported: %s %s", from_environment, needed)
+        return None
+    return make_spans(flag)
 
 
 def make_generation_services(
@@ -183,6 +220,7 @@ def make_generation_services(
     traces: Traces,
     num_replicas: int,
     reloads: Reloads,
+    reporter: RequestReporter,
 ) -> GenerationServices:
     """Create the services of the endpoints that generate text; starts the template process."""
     config = live.value
@@ -207,7 +245,7 @@ def make_generation_services(
         ),
         metrics=metrics,
         admission=admission,
-        desk=Desk(metrics, live),
+        desk=Desk(metrics, live, reporter),
         traces=traces,
         workers=workers,
         scoring=_scoring(card, config),

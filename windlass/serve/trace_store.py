@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from windlass.core.trace import RequestTrace
+from windlass.core.trace import RequestTrace, merge_rounds
 from windlass.serve.problems import TraceNotFound
+from windlass.text.beam_search import search_of
 
 _MAX_ENDED = 1000
 _TRACE_TIMEOUT_S = 5.0
@@ -31,12 +32,18 @@ class Entry:
     path: str = ""  # of the endpoint
     adapter: str = ""
     traces: dict[str, RequestTrace] = field(default_factory=dict)
+    replicas: set[int] = field(default_factory=set)  # that computed them
+    more_rounds: bool = (
+        False  # beam search: `request_ids` are searches, and each has further rounds
+    )
     lost: bool = False  # the request failed or the engine died: some traces may never arrive
     closed: asyncio.Event = field(default_factory=asyncio.Event)  # all arrived, or `lost`
 
     @property
     def is_open(self) -> bool:
-        return not self.lost and len(self.traces) < len(self.request_ids)
+        if self.lost:
+            return False
+        return self.more_rounds or len(self.traces) < len(self.request_ids)
 
     @property
     def state(self) -> str:
@@ -53,6 +60,9 @@ class Traces(Protocol):
 
     def mark_lost(self, entry: Entry) -> None:
         """Close an entry whose request failed."""
+
+    def end_rounds(self, entry: Entry) -> None:
+        """The searches of this entry send no further requests."""
 
     async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
         """Wait for the traces of all completions; None: they did not arrive in time."""
@@ -92,18 +102,33 @@ class TraceStore:
     def lose(self, request_ids: Collection[str]) -> None:
         """Close the entries of these requests: their engine died with the traces."""
         for request_id in request_ids:
-            entry = self._by_request.pop(request_id, None)
+            _, entry = self._take(request_id)
             if entry is not None:
                 self.mark_lost(entry)
 
-    def add(self, traces: list[RequestTrace]) -> None:
-        """Add the traces of ended requests."""
+    def end_rounds(self, entry: Entry) -> None:
+        entry.more_rounds = False
+        if not entry.is_open:
+            self._close(entry)
+
+    def _take(self, request_id: str) -> tuple[str, Entry | None]:
+        """The entry of a request whose trace has arrived or is lost, and the trace's name in it."""
+        entry = self._by_request.pop(request_id, None)
+        if entry is not None:
+            return request_id, entry
+        name = search_of(request_id)  # a search stays: its next rounds follow
+        return name, self._by_request.get(name)
+
+    def add(self, traces: list[RequestTrace], replica: int = 0) -> None:
+        """Add the traces of requests that a replica has ended."""
         for trace in traces:
-            found = self._by_request.pop(trace.request_id, None)
+            name, found = self._take(trace.request_id)
             self._charge(found.owner if found is not None else "", trace)
             if found is not None:
-                found.traces[trace.request_id] = trace
-                if len(found.traces) == len(found.request_ids):
+                before = found.traces.get(name)
+                found.traces[name] = trace if before is None else merge_rounds(before, trace)
+                found.replicas.add(replica)
+                if not found.is_open:
                     self._close(found)
 
     def _close(self, entry: Entry) -> None:

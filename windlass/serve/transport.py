@@ -58,6 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_discarded = 0
         self._limit_error: tuple[Problem, CutReason] | None = None
         self._running: RequestResponseCycle | None = None  # its response is incomplete
+        self.cut_reason: CutReason | None = None  # why the server closed the connection
         # State of the request that is being received.
         self._in_body = False
         self._num_head_bytes = 0
@@ -120,6 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def cut(self, reason: CutReason) -> None:
         """Close the connection at once; a running request sees a disconnect."""
+        self.cut_reason = reason
         self._connections.count_cut(reason)
         self._connections.release(self)
         self.abort()

@@ -132,7 +132,7 @@ class BeamSearch:
         prompt = self._prompt
         return [
             NewRequest(
-                request_id=f"{prompt.request_id}-{self._length}-{i}",
+                request_id=f"{prompt.request_id}-{self._length}-{i}",  # see `search_of`
                 prompt=[*prompt.prompt, *beam.tokens],
                 sampling=self._sampling,
                 priority=prompt.priority,
@@ -208,6 +208,11 @@ class BeamSearch:
     def results(self) -> list[FinishedBeam]:
         """The sequences with the highest scores, at most `beam_width`; the best first."""
         return self._finished
+
+
+def search_of(request_id: str) -> str:
+    """The id of the search that a request of one of its rounds belongs to."""
+    return request_id.rsplit("-", 2)[0]
 
 
 def output_of(finished: FinishedBeam, request_id: str) -> Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.inbox import Inbox, Item
 from windlass.serve.problems import TraceNotFound
 from windlass.serve.services import Services
+from windlass.serve.summary import RequestSummary
 from windlass.serve.trace_store import Entry
 
 
@@ -46,17 +48,35 @@ class Broker:
         self._services = services
         self._send = send
         self._inboxes: dict[str, Inbox] = {}
+        self._entries: dict[str, Entry] = {}  # of requests to report, by their first engine request
+        self._searches: dict[str, Entry] = {}  # beam searches that run, by the first of them
         self._outputs: list[Output] = []
         self._failed: list[tuple[Inbox, EngineError]] = []
         self._flush_is_due = False
         self._replies: set[asyncio.Task[None]] = set()
 
     def on_message(
-        self, message: messages.Open | messages.Submit | messages.Abort | messages.GetTraces
+        self,
+        message: messages.Open
+        | messages.EndRounds
+        | messages.Submit
+        | messages.Abort
+        | messages.GetTraces
+        | messages.Ended,
     ) -> None:
         match message:
             case messages.Open():
-                self._services.traces.open(Entry(**msgspec.structs.asdict(message)))
+                entry = Entry(**msgspec.structs.asdict(message))
+                self._services.traces.open(entry)
+                if self._services.reports.is_wanted:
+                    self._entries[entry.request_ids[0]] = entry
+                if entry.more_rounds:
+                    self._searches[entry.request_ids[0]] = entry
+            case messages.EndRounds(first_id):
+                if first_id in self._searches:  # else the server is closing
+                    self._services.traces.end_rounds(self._searches.pop(first_id))
+            case messages.Ended(summary, first_id):
+                self._services.reports.report(summary, self._entries.pop(first_id, None))
             case messages.Submit(requests, can_restart):
                 self._submit(requests, can_restart)
             case messages.Abort(request_id, completed):
@@ -132,7 +152,24 @@ class Broker:
             traces = None
         self._send([messages.TracesReply(call.number, traces)])
 
+    def report_lost(self) -> None:
+        """Report the requests that the worker has not reported: it has died."""
+        entries, self._entries = self._entries, {}
+        for entry in entries.values():
+            summary = RequestSummary(
+                path=entry.path,
+                began=entry.began,
+                ended=time.monotonic(),
+                tenant=entry.owner,
+                response_id=entry.response_id,
+                adapter=entry.adapter,
+                reason="http_worker_died",
+            )
+            self._services.reports.report(summary, entry)
+
     def close(self) -> None:
         """Abort all requests: the worker has ended."""
+        while self._searches:
+            self._services.traces.end_rounds(self._searches.popitem()[1])
         for inbox in list({id(each): each for each in self._inboxes.values()}.values()):
             self._drop(inbox)

@@ -15,6 +15,7 @@ from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve import problems
 from windlass.serve.metric_samples import MetricSample
 from windlass.serve.problems import Sleeping
+from windlass.serve.summary import RequestSummary
 
 
 class ErrorMessage(msgspec.Struct, frozen=True):
@@ -64,6 +65,13 @@ class Open(msgspec.Struct, tag="open", frozen=True, kw_only=True):
     request_ids: tuple[str, ...]
     path: str
     adapter: str
+    more_rounds: bool
+
+
+class EndRounds(msgspec.Struct, tag="end_rounds", frozen=True):
+    """Ends the beam searches of a response."""
+
+    first_id: str
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -86,6 +94,13 @@ class GetTraces(msgspec.Struct, tag="get_traces", frozen=True):
     owner: str
 
 
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """Reports a request that has ended, for the log and the traces."""
+
+    summary: RequestSummary
+    first_id: str  # of its engine requests, as `Open` has announced them; "": there were none
+
+
 class Samples(msgspec.Struct, tag="samples", frozen=True):
     """The worker's metrics, once a second: also the heartbeat, and the first says that it serves."""
 
@@ -99,7 +114,7 @@ class Synced(msgspec.Struct, tag="synced", frozen=True):
     samples: list[MetricSample]
 
 
-FromWorker = Open | Submit | Abort | GetTraces | Samples | Synced
+FromWorker = Open | EndRounds | Submit | Abort | GetTraces | Ended | Samples | Synced
 
 
 # ---- to a worker -----------------------------------------------------------------------------

@@ -149,6 +149,7 @@ class HttpWorkers:
             upstream=path,
             max_connections=max(1, max_connections),
             num_replicas=len(services.client.replicas),
+            exports_traces=services.reports.exports_traces,
         )
         self._workers = [self._launch(index) for index in range(services.config.http_workers)]
         self._next = itertools.cycle(range(len(self._workers)))
@@ -275,6 +276,7 @@ class HttpWorkers:
             self._retired = _retire(self._retired, worker.samples)
             worker.samples = ()
             await worker.close()
+            worker.broker.report_lost()
             if time.monotonic() - began > _MAX_RESTART_PAUSE_S:
                 pause_s = 0.0
             await asyncio.sleep(pause_s)

@@ -14,6 +14,7 @@ from windlass.serve import admission
 from windlass.serve.http import messages
 from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.live_config import LiveConfig
+from windlass.serve.summary import RequestSummary
 from windlass.serve.trace_store import Entry
 
 _REPLY_TIMEOUT_S = 10.0
@@ -133,11 +134,15 @@ class RemoteTraces:
                 request_ids=entry.request_ids,
                 path=entry.path,
                 adapter=entry.adapter,
+                more_rounds=entry.more_rounds,
             )
         )
 
     def mark_lost(self, entry: Entry) -> None:
         """Do nothing: the server's process closes the entry when it sends the error."""
+
+    def end_rounds(self, entry: Entry) -> None:
+        self._send(messages.EndRounds(entry.request_ids[0]))
 
     async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
         number = next(self._numbers)
@@ -154,3 +159,25 @@ class RemoteTraces:
         pending = self._pending.get(reply.number)
         if pending is not None and not pending.done():
             pending.set_result(reply.traces)
+
+
+class RemoteReports:
+    """Sends the summaries of requests to the server's process, which has their traces and the log."""
+
+    def __init__(
+        self,
+        send: Callable[[messages.FromWorker], None],
+        config: LiveConfig,
+        *,
+        exports_traces: bool,
+    ) -> None:
+        self._send = send
+        self._config = config
+        self._exports_traces = exports_traces
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._exports_traces or self._config.value.logs_requests
+
+    def report(self, summary: RequestSummary, entry: Entry | None) -> None:
+        self._send(messages.Ended(summary, "" if entry is None else entry.request_ids[0]))

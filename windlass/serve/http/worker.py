@@ -17,7 +17,12 @@ from windlass.serve.event_loop import run_loop
 from windlass.serve.http import messages
 from windlass.serve.http.forward import Dispatch, Forwarder
 from windlass.serve.http.link import Link
-from windlass.serve.http.remote import RemoteAdmission, RemoteClient, RemoteTraces
+from windlass.serve.http.remote import (
+    RemoteAdmission,
+    RemoteClient,
+    RemoteReports,
+    RemoteTraces,
+)
 from windlass.serve.http_server import HttpServer
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.logs import inherit_logging
@@ -39,6 +44,7 @@ class WorkerSetup:
     upstream: str  # unix socket of the server's own HTTP server
     max_connections: int
     num_replicas: int
+    exports_traces: bool
 
 
 def worker_main(setup: WorkerSetup, link: socket.socket, connections: socket.socket) -> NoReturn:
@@ -111,6 +117,9 @@ class _Worker:
             admission=RemoteAdmission(client, live),
             traces=self._traces,
             num_replicas=self._setup.num_replicas,
+            reporter=RemoteReports(
+                self._send, live, exports_traces=self._setup.exports_traces
+            ),
             reloads=self._reloads,
         )
         services.desk.check_awake = client.check_open
