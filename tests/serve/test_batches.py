@@ -31,6 +31,7 @@ from windlass.serve.batch.lines import LineRules
 from windlass.serve.batch.runner import BatchRunner
 from windlass.serve.batch.service import make_batch_service
 from windlass.serve.batch.store import BatchRecord, FileRecord, Page, Store
+from windlass.serve.live_config import LiveConfig
 
 ROOT = Path(__file__).parents[2]
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -115,6 +116,11 @@ def test_a_batch_completes(server: Server) -> None:
         body = each["response"]["body"]
         assert body["object"] == "chat.completion"
         assert body["usage"]["completion_tokens"] == i + 1
+    numbers = [each["response"]["body"]["usage"] for each in results]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in numbers)
+    assert batch.usage.output_tokens == 1 + 2 + 3 + 4 + 5
+    assert batch.usage.total_tokens == batch.usage.input_tokens + 15
     direct = server.chat(max_tokens=5).json()["choices"]
     assert results[4]["response"]["body"]["choices"] == direct
     (refused,) = read(client, batch.error_file_id)
@@ -357,7 +363,7 @@ def test_without_a_folder_files_are_refused() -> None:
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
-        make_batch_service(ServeConfig(data_dir=str(tmp_path)), None)  # type: ignore[arg-type]
+        make_batch_service(LiveConfig(ServeConfig(data_dir=str(tmp_path))), None)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_holds_up_a_batch_until_there_is_room(

@@ -83,6 +83,16 @@ def test_streams_and_stop_strings_report_the_cost(priced: Server) -> None:
     assert stopped["usage"]["cost"] > 0
 
 
+def test_beam_searches_report_the_cost_of_all_rounds(priced: Server) -> None:
+    def cost(num_rounds: int) -> float:
+        body = {"max_tokens": num_rounds, "n": 2, "use_beam_search": True, "temperature": 0}
+        usage = priced.complete(**body, include_cost=True).json()["usage"]
+        assert usage["cost"] == pytest.approx(usage["cost_details"]["usd"])
+        return float(usage["cost"])
+
+    assert cost(12) > cost(1) > 0
+
+
 def test_cached_tokens_show_as_saved(priced: Server) -> None:
     body = {"prompt": "the same long prompt for both " * 4, "max_tokens": 1, "include_cost": True}
     first, second = (priced.complete(**body).json()["usage"] for _ in range(2))

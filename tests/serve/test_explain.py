@@ -251,6 +251,20 @@ def test_a_stop_string_ends_the_trace(narrow: Server) -> None:
     wait_until(lambda: explain(narrow, response["id"]).json()["state"] == "ended")
 
 
+def test_a_beam_search_has_one_trace_per_prompt(narrow: Server) -> None:
+    response = narrow.complete(
+        prompt=["Hi", "Ho"], max_tokens=4, n=2, use_beam_search=True, temperature=0
+    ).json()
+    explanation = explain(narrow, response["id"]).json()
+    assert explanation["state"] == "ended"
+    assert [each["index"] for each in explanation["completions"]] == [0, 1]
+    for each in explanation["completions"]:
+        assert each["finish"] == "length"
+        assert each["output_tokens"] == 1 + 3 * 2  # one beam in the first round
+        assert each["engine_seconds"]["prefill"] > 0
+    assert explain(narrow, response["id"], "two").status_code == 404
+
+
 def test_other_keys_get_404(narrow: Server) -> None:
     response_id = narrow.complete(max_tokens=1).json()["id"]
     assert explain(narrow, response_id).status_code == 200

@@ -11,6 +11,7 @@ import pytest
 
 from tests.serve.browser import find_chromium, open_browser
 from tests.serve.conftest import Server, running
+from windlass.serve.response_types import ChatCompletion, Model, ModelList, TextCompletion
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,41 @@ def test_bodies_have_the_fields_of_the_protocol(document: dict[str, Any]) -> Non
     assert [each["type"] for each in message["anyOf"]] == ["string", "array", "null"]
     stop = chat["properties"]["stop"]["anyOf"]
     assert {"string", "array"} <= {each["type"] for each in stop[0].get("anyOf", stop)}
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    ("/v1/chat/completions", {"prompt_logprobs": 1, "n": 2, "include_cost": True, "stop": ["h"]}),
+    ("/v1/completions", {"prompt": "Hi", "logprobs": 1, "echo": True, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": "Hi", "prompt_logprobs": 1, "n": 2, "include_cost": True}),
+    ("/v1/completions", {"prompt": "Hi", "prediction": {"type": "content", "content": "Ho"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def priced() -> Iterator[Server]:
+    with running(price_per_hour=1.0) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("path", "fields"), BODIES)
+def test_responses_have_the_described_fields(
+    priced: Server, path: str, fields: dict[str, Any]
+) -> None:
+    """The types allow no other fields, and each field that a response must have is there."""
+    kind = ChatCompletion if "chat" in path else TextCompletion
+    messages = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {}
+    response = priced.http.post(path, json={"max_tokens": 3, **messages, **fields})
+    assert response.status_code == 200, response.text
+    found = kind.model_validate(response.json(), strict=True)
+    assert found.model_dump(mode="json", exclude_unset=True) == response.json()
+
+
+def test_models_have_the_described_fields(server: Server, document: dict[str, Any]) -> None:
+    ModelList.model_validate(server.http.get("/v1/models").json(), strict=True)
+    Model.model_validate(server.http.get("/v1/models/counter").json(), strict=True)
+    content = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ModelList"}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])

@@ -18,6 +18,7 @@ from tests.pooling_models import CONTEXT, HIDDEN, add_modules, save_model, vecto
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.tiny_model import serving
 from windlass.errors import ConfigError
+from windlass.serve.response_types import EmbeddingList, Ranking, ScoreList
 
 TEXTS = {"t5 t6": [5, 6, 2], "t7": [7, 2], "t8 t9 t10": [8, 9, 10, 2]}
 
@@ -181,10 +182,13 @@ def test_cosine_scores(server: Server, want: torch.Tensor) -> None:
         body = {"text_1": texts[0], "text_2": texts}
         found = server.http.post(path, json=body).json()
         assert [each["score"] for each in found["data"]] == pytest.approx(cosines, abs=1e-5)
+        ScoreList.model_validate(found, strict=True)  # as /openapi.json describes it
         assert found["usage"]["total_tokens"] == 9  # each text once
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         body = {"query": texts[0], "documents": [{"text": texts[1]}, *texts[2:], texts[0]]}
-        results = server.http.post(path, json=body).json()["results"]
+        ranking = server.http.post(path, json=body).json()
+        Ranking.model_validate(ranking, strict=True)
+        results = ranking["results"]
         scores = [each["relevance_score"] for each in results]
         assert scores == pytest.approx(sorted(cosines, reverse=True), abs=1e-5)
         assert results[0]["index"] == 2
@@ -192,16 +196,41 @@ def test_cosine_scores(server: Server, want: torch.Tensor) -> None:
     body |= {"top_n": 1, "return_documents": False}
     (best,) = server.http.post("/rerank", json=body).json()["results"]
     assert set(best) == {"index", "relevance_score"}
-    for path, body, message in (
-        ("/score", {"text_1": ["t5", "t6"], "text_2": ["t5", "t6", "t7"]}, "2 texts and text_2 3"),
-        ("/score", {"text_1": [], "text_2": "t5"}, "nothing to score"),
-        ("/rerank", {"query": "t5", "documents": []}, "documents is empty"),
-        ("/rerank", {"query": "t5", "documents": [{"title": "x"}]}, "field 'text'"),
-        ("/rerank", {"query": "t5", "documents": ["t5"] * 2049}, "at most 2,048"),
+    long = " ".join(["t9"] * 2 * CONTEXT)
+    for path, body, message, param in (
+        (
+            "/score",
+            {"text_1": ["t5", "t6"], "text_2": ["t5", "t6", "t7"]},
+            "2 texts and text_2 3",
+            "text_1",
+        ),
+        ("/score", {"text_1": [], "text_2": "t5"}, "nothing to score", "text_1"),
+        ("/score", {"text_1": "t5", "text_2": []}, "nothing to score", "text_2"),
+        ("/score", {"text_1": long, "text_2": "t5"}, "context holds 128", "text_1"),
+        ("/score", {"text_1": "t5", "text_2": [long]}, "context holds 128", "text_2"),
+        ("/rerank", {"query": "t5", "documents": []}, "documents is empty", "documents"),
+        ("/rerank", {"query": "t5", "documents": [{"title": "x"}]}, "field 'text'", "documents"),
+        ("/rerank", {"query": "t5", "documents": ["t5"] * 2049}, "at most 2,048", "documents"),
+        ("/rerank", {"query": long, "documents": ["t5"]}, "context holds 128", "query"),
     ):
         response = server.http.post(path, json=body)
         assert response.status_code == 400, response.text
         assert message in response.json()["error"]["message"]
+        assert response.json()["error"]["param"].startswith(param)
+
+
+def test_embeddings_and_scores_are_explained(server: Server) -> None:
+    embedded = embed(server, input=list(TEXTS))
+    EmbeddingList.model_validate(embedded, strict=True)  # as /openapi.json describes it
+    scored = server.http.post("/score", json={"text_1": "t5", "text_2": "t6"}).json()
+    for made, count in ((embedded, 3), (scored, 2)):
+        explained = server.http.get(f"/v1/requests/{made['id']}/explain").json()
+        assert explained["state"] == "ended"
+        assert "computing the prompt" in explained["sentence"] or explained["dominated_by"]
+        parts = explained["completions"]
+        assert [each["index"] for each in parts] == list(range(count))
+        assert sum(each["prompt_tokens"] for each in parts) == made["usage"]["prompt_tokens"]
+        assert all(each["output_tokens"] == 0 for each in parts)
 
 
 def test_a_classification_head(tmp_path: Path) -> None:

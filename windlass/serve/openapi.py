@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, create_model
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
 from windlass.serve.batch.routes import CreateBatchRequest
@@ -31,6 +31,15 @@ from windlass.serve.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
     WakeRequest,
+)
+from windlass.serve.response_types import (
+    ChatCompletion,
+    EmbeddingList,
+    Model,
+    ModelList,
+    Ranking,
+    ScoreList,
+    TextCompletion,
 )
 from windlass.serve.responses_api import ResponsesRequest
 from windlass.version import __version__
@@ -71,6 +80,7 @@ class Operation:
     form: Json | None = None  # the schema of multipart/form-data
     optional_body: bool = False
     error: str | None = None  # the schema of an error; None: that of the tag
+    result: type[BaseModel] | None = None  # the type of a JSON response; None: any object
 
 
 _LIMIT: Json = {"type": "integer", "minimum": 1}
@@ -91,8 +101,8 @@ _SLEEP = Operation(
 )
 _WAKE = Operation(_ADMIN, "Wake the server", (WakeRequest,), optional_body=True)
 _RESET = Operation(_ADMIN, "Empty the prefix cache of unused blocks")
-_SCORE = Operation(_RANKING, "Score pairs of texts", (ScoreRequest,))
-_RERANK = Operation(_RANKING, "Order documents by a query", (RerankRequest,))
+_SCORE = Operation(_RANKING, "Score pairs of texts", (ScoreRequest,), result=ScoreList)
+_RERANK = Operation(_RANKING, "Order documents by a query", (RerankRequest,), result=Ranking)
 _READY = Operation(
     _OPERATIONS_TAG, "Whether the server would answer a request", error="Unavailable"
 )
@@ -104,24 +114,30 @@ _LLAMA_COMPLETION = Operation(
 # By method and path. A route that is missing here is described by its path alone.
 _OPERATIONS = {
     "POST /v1/chat/completions": Operation(
-        _OPENAI, "Answer a conversation", (ChatRequest,), (_JSON, _EVENTS)
+        _OPENAI,
+        "Answer a conversation",
+        (ChatRequest,),
+        (_JSON, _EVENTS),
+        result=ChatCompletion,
     ),
     "POST /v1/completions": Operation(
-        _OPENAI, "Complete a text", (CompletionRequest,), (_JSON, _EVENTS)
+        _OPENAI, "Complete a text", (CompletionRequest,), (_JSON, _EVENTS), result=TextCompletion
     ),
     "POST /v1/responses": Operation(
         _OPENAI, "Create a response", (ResponsesRequest,), (_JSON, _EVENTS)
     ),
     "GET /v1/responses/{response_id}": Operation(_OPENAI, "Read a stored response"),
     "DELETE /v1/responses/{response_id}": Operation(_OPENAI, "Delete a stored response"),
-    "POST /v1/embeddings": Operation(_OPENAI, "Embed texts", (EmbeddingRequest,)),
+    "POST /v1/embeddings": Operation(
+        _OPENAI, "Embed texts", (EmbeddingRequest,), result=EmbeddingList
+    ),
     "POST /v1/score": _SCORE,
     "POST /score": _SCORE,
     "POST /v1/rerank": _RERANK,
     "POST /v2/rerank": _RERANK,
     "POST /rerank": _RERANK,
-    "GET /v1/models": Operation(_OPENAI, "List the model and its adapters"),
-    "GET /v1/models/{name}": Operation(_OPENAI, "Describe the model or an adapter"),
+    "GET /v1/models": Operation(_OPENAI, "List the model and its adapters", result=ModelList),
+    "GET /v1/models/{name}": Operation(_OPENAI, "Describe the model or an adapter", result=Model),
     "POST /v1/messages": Operation(
         _ANTHROPIC, "Create a message", (MessagesRequest,), (_JSON, _EVENTS)
     ),
@@ -223,17 +239,19 @@ _ERROR_OF_TAG = {_ANTHROPIC: "AnthropicError", _OLLAMA: "OllamaError"}
 def describe(routes: Iterable[APIRoute], root_path: str, *, needs_key: bool) -> Json:
     """The OpenAPI 3.1 document for the routes of a server."""
     paths: dict[str, Json] = {}
-    bodies: set[type[BaseModel]] = set()
+    types: set[tuple[type[BaseModel], JsonSchemaMode]] = set()
     for route in (each for each in routes if each.include_in_schema):
         path = re.sub(r":path\}", "}", route.path)
         if path == "/" or path.startswith("/console/"):
             continue  # the console is for browsers
         for method in sorted((route.methods or set()) - {"HEAD"}):
             operation = _OPERATIONS.get(f"{method} {path}", Operation("Other", path))
-            bodies.update(operation.bodies)
+            types.update((body, "validation") for body in operation.bodies)
+            if operation.result is not None:
+                types.add((operation.result, "serialization"))
             paths.setdefault(path, {})[method.lower()] = _operation(operation, method, path)
     _, schemas = models_json_schema(
-        [(body, "validation") for body in sorted(bodies, key=lambda each: each.__name__)],
+        sorted(types, key=lambda each: each[0].__name__),
         ref_template=_REF,
     )
     components: Json = {"schemas": {**schemas.get("$defs", {}), **_ERRORS}}
@@ -264,7 +282,7 @@ def _operation(operation: Operation, method: str, path: str) -> Json:
         "responses": {
             "200": {
                 "description": "Success.",
-                "content": {media: _content(media) for media in operation.media},
+                "content": {media: _content(media, operation) for media in operation.media},
             },
             "default": {
                 "description": "An error.",
@@ -293,8 +311,10 @@ def _operation(operation: Operation, method: str, path: str) -> Json:
     return described
 
 
-def _content(media: str) -> Json:
+def _content(media: str, operation: Operation) -> Json:
     schema: Json = {"type": "object"} if media == _JSON else {"type": "string"}
+    if media == _JSON and operation.result is not None:
+        schema = {"$ref": _REF.format(model=operation.result.__name__)}
     if media == _BYTES:
         schema["format"] = "binary"
     return {"schema": schema}

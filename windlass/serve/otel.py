@@ -112,7 +112,7 @@ class _Exporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        self._inner.shutdown()
+        self._inner.shutdown()  # type: ignore[no-untyped-call]
 
 
 class RequestSpans:

@@ -11,6 +11,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ T = TypeVar("T")
 _INLINE_CHARS = 1_000  # encoded on the event loop
 _INLINE_NUMBERS = 4_096  # formatted on the event loop
 _NUM_LANES = 2  # groups of one HTTP request in the engine at the same time
+_PROMPT_FIELDS = ("input", "prompt")  # in errors of the request builder
 _GROUP_TOKENS = 2**16  # the message of a group is encoded on the event loop
 
 
@@ -139,7 +141,8 @@ class Pooling:
 
     async def _score(self, body: ScoreRequest, call: _Call) -> bytes:
         pairs = as_pairs(body.text_1, body.text_2)
-        pooled, scores = await self._scores("score", body, pairs, call)
+        fields = "text_1", "text_2"
+        pooled, scores = await self._scores("score", body, pairs, fields=fields, call=call)
         data = [
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(scores)
@@ -150,7 +153,8 @@ class Pooling:
         if not body.documents:
             raise RequestError("documents is empty; send at least one.", "documents")
         pairs = as_pairs(body.query, body.documents)
-        pooled, scores = await self._scores("rerank", body, pairs, call)
+        fields = "query", "documents"
+        pooled, scores = await self._scores("rerank", body, pairs, fields=fields, call=call)
         ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = []
         for index in ranked[: body.top_n or None]:
@@ -162,18 +166,25 @@ class Pooling:
         return msgspec.json.encode(pooled.head(results=results, usage=pooled.usage))
 
     async def _scores(
-        self, prefix: str, body: PoolingRequest, pairs: list[Pair], call: _Call
+        self,
+        prefix: str,
+        body: PoolingRequest,
+        pairs: list[Pair],
+        *,
+        fields: tuple[str, str],
+        call: _Call,
     ) -> tuple[_Pooled, list[float]]:
+        """Score pairs; `fields` of the client have their first and second texts."""
         self._scoring.check()
         pooling = self._services.card.pooling
-        _check_count("documents", len(pairs), pooling.size)
+        _check_count(fields[1], len(pairs), pooling.size)
         num_chars = sum(len(text) for pair in pairs for text in pair)
-        prompts = await self._encode(num_chars, self._scoring.prompts, pairs, self._builder)
         # Cosines have no activation function behind them.
         activation = body.use_activation if self._scoring.reads_pairs else None
-        pooled = await self._pool(
-            prefix, body, prompts, pooling.params(use_activation=activation), call
-        )
+        params = pooling.params(use_activation=activation)
+        with _naming(fields, pairs):
+            prompts = await self._encode(num_chars, self._scoring.prompts, pairs, self._builder)
+            pooled = await self._pool(prefix, body, prompts, params, call)
         scores = await self._off_loop(
             len(pairs) * pooling.size > _INLINE_NUMBERS, self._scoring.scores, pairs, pooled.vectors
         )
@@ -297,6 +308,18 @@ class Pooling:
             return {}
         cost = costs.price.of(traces)
         return {"cost": cost.total, "cost_details": cost_json(cost)}
+
+
+@contextmanager
+def _naming(fields: tuple[str, str], pairs: Sequence[Pair]) -> Iterator[None]:
+    """Let errors about the prompts of pairs name the client's field with the longest text."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param in _PROMPT_FIELDS:
+            first, second = (max(map(len, texts)) for texts in zip(*pairs, strict=True))
+            error.param = fields[first <= second]
+        raise
 
 
 def _check_count(param: str, count: int, size: int) -> None:

@@ -413,7 +413,6 @@ class GenerationRequest(Body, DeadlineField):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "include_cost": (False,),
         "prediction": (),
     }
 

@@ -159,7 +159,9 @@ def line_of(report: RequestReport) -> str:
     """The line in words. Texts that the client chose are quoted, and their control characters escaped."""
     fields = fields_of(report)
     drafts = f", {fields['accepted_draft_tokens']} drafted" if fields["draft_tokens"] else ""
-    parts = [f"{fields['path']}: {fields['status']} {fields['outcome']}: {fields['reason']}"]
+    parts = [
+        f"{fields['path']}: {fields['status']} {fields['outcome']}: {fields.get('reason', '')}"
+    ]
     if fields["prompt_tokens"]:
         parts.append(f"{fields['prompt_tokens']} prompt tokens ({fields['cached_tokens']} cached)")
         parts.append(f"{fields['output_tokens']} output tokens{drafts}")

@@ -66,7 +66,7 @@ class ServedCompletion:
 
     def restarted(self) -> ServedCompletion:
         """The completion without output. Latencies count from its first output of all."""
-        return ServedCompletion(self.completion.restarted(), self._timer, self._interval)
+        return ServedCompletion(self.completion.restarted(), self.timer, self._interval)
 
     @property
     def num_tokens(self) -> int:

@@ -99,7 +99,8 @@ def as_pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> li
     first = [queries] if isinstance(queries, str) else list(queries)
     second = [documents] if isinstance(documents, str) else list(documents)
     if not first or not second:
-        raise RequestError("there is nothing to score: both sides need a text.", "text_1")
+        empty = "text_2" if first else "text_1"
+        raise RequestError("there is nothing to score: both sides need a text.", empty)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):

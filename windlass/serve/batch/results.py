@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from windlass.serve.batch.database import Database, storage_errors
 
@@ -57,6 +58,37 @@ def count_results(connection: sqlite3.Connection, batch_id: str) -> Counts:
         "SELECT COUNT(*), COALESCE(SUM(failed), 0) FROM results WHERE batch_id = ?", (batch_id,)
     ).fetchone()
     return Counts(completed=row[0] - row[1], failed=row[1])
+
+
+def sum_usage(connection: sqlite3.Connection, batch_id: str) -> dict[str, Any]:
+    """The tokens of all responses, as OpenAI's batches have them."""
+
+    def total(*names: str) -> str:
+        paths = ", ".join(f"json_extract(usage, '$.{name}')" for name in names)
+        return f"COALESCE(SUM(COALESCE({paths}, 0)), 0)"
+
+    columns = (
+        total("prompt_tokens", "input_tokens"),
+        total("prompt_tokens_details.cached_tokens", "input_tokens_details.cached_tokens"),
+        total("completion_tokens", "output_tokens"),
+        total(
+            "completion_tokens_details.reasoning_tokens",
+            "output_tokens_details.reasoning_tokens",
+        ),
+    )
+    row = connection.execute(
+        f"SELECT {', '.join(columns)} FROM (SELECT json_extract(CAST(text AS TEXT), "
+        "'$.response.body.usage') AS usage FROM results WHERE batch_id = ? AND failed = 0)",
+        (batch_id,),
+    ).fetchone()
+    num_input, num_cached, num_output, num_reasoning = row
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": num_cached},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": num_input + num_output,
+    }
 
 
 async def write_results(

@@ -96,6 +96,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    usage: dict[str, Any] | None = None  # of all responses, when it has ended
 
     def json(self, counts: Counts, problem: LineError | None) -> dict[str, Any]:
         """The batch as clients see it. `problem`: what holds it up now."""
@@ -263,6 +264,7 @@ class Store:
 
         def end(connection: sqlite3.Connection) -> BatchRecord | None:
             counts = results.count_results(connection, batch.id)
+            usage = results.sum_usage(connection, batch.id)
             for record in files:
                 _insert_file(connection, record)
             connection.execute("DELETE FROM results WHERE batch_id = ?", (batch.id,))
@@ -272,6 +274,7 @@ class Store:
                 UNFINISHED,
                 completed=counts.completed,
                 failed=counts.failed,
+                usage=usage,
                 **changes,
             )
 

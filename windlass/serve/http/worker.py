@@ -117,9 +117,7 @@ class _Worker:
             admission=RemoteAdmission(client, live),
             traces=self._traces,
             num_replicas=self._setup.num_replicas,
-            reporter=RemoteReports(
-                self._send, live, exports_traces=self._setup.exports_traces
-            ),
+            reporter=RemoteReports(self._send, live, exports_traces=self._setup.exports_traces),
             reloads=self._reloads,
         )
         services.desk.check_awake = client.check_open
