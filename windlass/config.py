@@ -268,6 +268,14 @@ class ServeConfig:
     admin_key_file: tuple[str, ...] = option(
         (), "File with further admin keys, one per line; repeatable."
     )
+    keys_file: str | None = option(
+        None,
+        "YAML or JSON file with tenants: their keys as hashes (windlass keys), weight, limits, rights "
+        "and budget; read again on SIGHUP.",
+    )
+    share_prefix_cache: bool = option(
+        False, "Let tenants share cached prefixes; timing then reveals what others have sent."
+    )
     lora_root: tuple[str, ...] = option(
         (), "The API loads adapters only from inside this folder; repeatable."
     )
@@ -431,6 +439,10 @@ class ServeConfig:
     data_dir: str | None = option(
         None, "Private folder for /v1/files and /v1/batches; without it, both are refused."
     )
+    usage_db: str | None = option(
+        None,
+        "SQLite file with the usage of each tenant and key; default: usage.sqlite in --data-dir.",
+    )
     max_file_bytes: int = option(
         200 * 2**20, "Maximum size of an uploaded file; a larger one gets 413.", live=True
     )
@@ -469,7 +481,7 @@ class ServeConfig:
         for root in self.lora_root:
             if not Path(root).is_dir():
                 raise ConfigError(f"--lora-root: no such folder: {root}")
-        if self.lora_root and not (self.admin_key or self.admin_key_file):
+        if self.lora_root and not (self.admin_key or self.admin_key_file or self.keys_file):
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
             raise ConfigError(f"--uds-mode is octal, such as 660; got {self.uds_mode!r}.")

@@ -152,7 +152,7 @@ def test_preemptions_and_drafts_are_reported() -> None:
 
 
 def test_the_oldest_entry_is_evicted() -> None:
-    store = TraceStore(lambda _owner, _trace: None, max_ended=2)
+    store = TraceStore(lambda *_: None, max_ended=2)
     for name in ("a", "b", "c"):
         store.open(Entry(response_id=name, owner="me", began=0.0, request_ids=(f"{name}-0",)))
         store.add([trace(request_id=f"{name}-0")])
@@ -163,7 +163,7 @@ def test_the_oldest_entry_is_evicted() -> None:
 
 def test_lost_traces_close_the_entries_of_their_engine() -> None:
     """A request that another engine computes stays open."""
-    store = TraceStore(lambda _owner, _trace: None)
+    store = TraceStore(lambda *_: None)
     lost, kept = (
         Entry(response_id=name, owner="me", began=0.0, request_ids=(f"{name}-0", f"{name}-1"))
         for name in ("a", "b")

@@ -14,6 +14,7 @@ from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
 from windlass.cli.generate import generate
 from windlass.cli.inspect import inspect
+from windlass.cli.keys import keys
 from windlass.cli.ladder import LADDER_OPTIONS, ladder
 from windlass.cli.options import (
     ENGINE_OPTIONS,
@@ -78,5 +79,6 @@ register(app, quantize, QUANTIZE_OPTIONS)
 register(app, train_draft, TRAIN_DRAFT_OPTIONS)
 register(app, tune, TUNE_OPTIONS)
 add_remote(app)
+app.command("keys", cls=PanelCommand)(keys)
 app.command("balance-experts", cls=PanelCommand)(balance_experts)
 app.add_typer(bench, name="bench")

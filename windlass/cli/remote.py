@@ -1,4 +1,4 @@
-"""Commands that query a running server: `windlass explain` and `windlass memory`."""
+"""Commands that query a running server: `windlass explain`, `windlass memory` and `windlass usage`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _URL = "http://127.0.0.1:8000"
 def add_to(app: typer.Typer) -> None:
     app.command("explain", cls=PanelCommand)(explain)
     app.command("memory", cls=PanelCommand)(memory)
+    app.command("usage", cls=PanelCommand)(usage)
 
 
 def explain(
@@ -65,6 +66,31 @@ def memory(
         from windlass.cli.remote_tables import print_memory
 
         print_memory(report)
+
+
+def usage(
+    ctx: typer.Context,
+    url: Url = _URL,
+    api_key: Key = None,
+    since: Annotated[
+        str | None, option("DATE", "Start, such as 2030-01-31; default: 31 days ago.", "--since")
+    ] = None,
+    bucket: Annotated[str, option("BUCKET", "hour, day or month.", "--bucket")] = "day",
+    every: Annotated[bool, switch("All tenants; needs an admin key.", "--all")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the usage of a key's tenant, or of all tenants."""
+    with reported(ctx):
+        from urllib.parse import urlencode
+
+        query = urlencode({"bucket": bucket, **({} if since is None else {"since": since})})
+        report = fetch(url, f"/{'admin' if every else 'v1'}/usage?{query}", api_key)
+        if as_json:
+            typer.echo(json.dumps(report, indent=2))
+            return
+        from windlass.cli.remote_tables import print_usage
+
+        print_usage(report)
 
 
 def fetch(url: str, path: str, key: str | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Prints a request's explanation and a server's memory report as tables."""
+"""Prints a request's explanation, and a server's memory and usage reports, as tables."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -143,3 +144,21 @@ def _memory_table(report: Json) -> Table:
     more = f"{counted(unfilled['tokens'], 'token')} of space in the last blocks"
     table.add_row("KV unfilled", readable_bytes(unfilled["bytes"]), more)
     return table
+
+
+def print_usage(report: Json) -> None:
+    """Print requests, tokens and costs, a row per bucket, tenant, key and model."""
+    table = make_table(
+        "Start (UTC)", "Tenant", "Key", "Model", "Requests", "Prompt", "Cached", "Output", "USD"
+    )
+    for row in report["data"]:
+        start = datetime.fromtimestamp(row["start"], UTC).strftime("%Y-%m-%d %H:%M")
+        counts = (
+            row[name] for name in ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
+        )
+        table.add_row(
+            *(start, row["tenant"], row["key_id"], row["model"]),
+            *(f"{count:,}" for count in counts),
+            f"{row['usd']:.6f}",
+        )
+    make_console().print(table)

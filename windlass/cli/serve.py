@@ -66,7 +66,11 @@ def _curl(url: str, config: ServeConfig) -> str:
     address = url
     if config.uds is not None:
         address = f"--unix-socket {config.uds} http://localhost"
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
+    key = (
+        " -H 'Authorization: Bearer KEY'"
+        if config.api_key or config.api_key_file or config.keys_file
+        else ""
+    )
     return (
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'"

@@ -16,7 +16,6 @@ from windlass.serve.bodies import decode_as, read_body, reply
 from windlass.serve.config_admin import MAX_PATCH_BYTES
 from windlass.serve.cost import NO_KEY
 from windlass.serve.json_body import decode_object
-from windlass.serve.keys import key_name
 from windlass.serve.problems import ConfigConflict
 from windlass.serve.protocol import SleepRequest, WakeRequest
 from windlass.serve.services import Services
@@ -77,8 +76,9 @@ class Admin:
         keys.check_admin(request)
         given = decode_object(await read_body(request, MAX_PATCH_BYTES))
         version = _expected_version(given.pop("version", None), request.headers.get("if-match"))
-        tenant = keys.tenant_of(request).name  # that of all clients if only admins have keys
-        by = key_name(request) if tenant == NO_KEY else tenant
+        sender = keys.sender_of(request)
+        # The tenant is that of all clients if only admins have keys.
+        by = sender.key_id if sender.tenant.name == NO_KEY else sender.tenant.name
         change = admin.change(given, by=by, version=version)
         await admin.history.save()
         return self._with_version({"version": change.version, "changes": change.changes})

@@ -45,7 +45,7 @@ class ApiDocs:
     @cached_property
     def _document(self) -> bytes:
         routes = [each for each in self._router.routes if isinstance(each, APIRoute)]
-        needs_key = bool(self._services.keys.clients)
+        needs_key = self._services.keys.are_needed
         return msgspec.json.encode(
             describe(routes, self._services.config.root_path, needs_key=needs_key)
         )

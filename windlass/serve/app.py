@@ -36,7 +36,7 @@ def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _disconnected)
     app.add_exception_handler(ClientDisconnected, _disconnected)
     app.add_exception_handler(Exception, _internal_error)
-    if services.keys.clients:
+    if services.keys.are_needed:
         app.add_middleware(
             KeyGuard,
             keys=services.keys,

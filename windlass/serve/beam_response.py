@@ -12,6 +12,7 @@ from windlass.core.types import Timeline
 from windlass.errors import EngineError
 from windlass.serve.desk import Ticket
 from windlass.serve.formatters import usage
+from windlass.serve.keys import Sender
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import GenerationRequest
 from windlass.serve.response import ResponseFormat, cancel_on_disconnect
@@ -34,7 +35,7 @@ class BeamResponse:
         body: GenerationRequest,
         response_format: ResponseFormat,
         ticket: Ticket,
-        owner: str,
+        sender: Sender,
     ) -> None:
         self._services = services
         self._prepared = prepared
@@ -65,7 +66,8 @@ class BeamResponse:
         self._price = services.price if body.include_cost else None
         self._entry = ticket.entry = Entry(
             response_id=prepared.response_id,
-            owner=owner,
+            owner=sender.tenant.name,
+            key_id=sender.key_id,
             began=ticket.began,
             request_ids=tuple(request.request_id for request in prepared.requests[::n]),
             path=ticket.path,

@@ -52,6 +52,7 @@ class Ticket:
         self.began = summary.began
         self.entry: Entry | None = None
         self.served: Sequence[ServedCompletion] = ()
+        self.on_end: Callable[[], None] = lambda: None
 
     def mark(self, phase: str) -> None:
         """End a phase before the engine: the time since the phase before it."""
@@ -62,6 +63,7 @@ class Ticket:
         if not self._open:
             return
         self._open = False
+        self.on_end()
         summary = self.summary
         summary.ended = time.monotonic()
         summary.outcome, summary.reason = outcome, reason

@@ -198,7 +198,8 @@ class Generation:
         ticket = services.desk.open_ticket(request)
         with ended_on_error(ticket):
             services.desk.check_open()
-            tenant = services.keys.tenant_of(request)
+            sender = services.keys.sender_of(request)
+            tenant = sender.tenant
             ticket.summary.tenant = tenant.name
             call = await read_as(
                 request, lambda raw: read(ticket.keep_request(raw), tenant.name), services
@@ -206,12 +207,13 @@ class Generation:
             body = call.body
             ticket.mark("receive")
             services.admission.check_possible(body.num_completions)
-            if services.keys.clients:
+            is_batch = BATCH_OWNER in request.scope
+            priority = tenant.priority(BATCH_PRIORITY if is_batch else body.priority)
+            changes: dict[str, object] = {"priority": priority}
+            if services.keys.are_needed and not services.config.share_prefix_cache:
                 # A tenant must not learn from timing what another tenant has sent.
-                salt = tenant.cache_salt(body.cache_salt)
-                body = body.model_copy(update={"cache_salt": salt})
-            if BATCH_OWNER in request.scope:
-                body = body.model_copy(update={"priority": BATCH_PRIORITY})
+                changes["cache_salt"] = tenant.cache_salt(body.cache_salt)
+            body = body.model_copy(update=changes)
             allowed_s = deadline_s(request, call.deadline_ms)
             prepared = await self._prepare(body, tenant, ticket)
             if allowed_s is not None:
@@ -221,6 +223,10 @@ class Generation:
             headers |= unknown_fields_header(request)
             headers |= relaxed_header(request, prepared.relaxed)
             services.admission.check(body.num_completions, prepared.num_prompt_tokens)
+            if tenant.is_limited:
+                hold = await services.limits.admit(tenant, prepared.max_total_tokens)
+                ticket.on_end = hold.release
+                headers |= hold.headers
             services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
             if body.include_cost and services.price is None:
                 raise RequestError(
@@ -235,7 +241,7 @@ class Generation:
                     body=body,
                     response_format=response_format,
                     ticket=ticket,
-                    owner=tenant.name,
+                    sender=sender,
                 )
                 response = await beams.send_whole(request)
             else:
@@ -245,7 +251,7 @@ class Generation:
                     body=body,
                     response_format=response_format,
                     ticket=ticket,
-                    owner=tenant.name,
+                    sender=sender,
                 )
                 send = completion.stream if body.stream else completion.send_whole
                 response = await send(request)

@@ -1,27 +1,27 @@
 """API keys: authentication, admin rights, and the tenant of each key.
 
 Keys come from flags and files; the command line adds those of the environment (cli/secrets.py).
+keys_file.py reads the tenants of --keys-file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import logging
-import os
-import stat
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
-from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.config import ServeConfig, check_key
 from windlass.errors import ConfigError
-from windlass.serve.problems import AdminOnly, problem_of_status
-from windlass.serve.tenants import NO_TENANT, Tenant
-
-_log = logging.getLogger("windlass.serve")
+from windlass.serve.keys_file import KEY_NAME, KeysFile, read_private
+from windlass.serve.problems import AdminOnly, InvalidKey, NotAllowed, problem_of
+from windlass.serve.tenants import NO_TENANT, Tenant, TenantTable
 
 # Exact paths: every other path needs a key, also one that does not exist.
 _OPEN_PATHS = frozenset(
@@ -32,47 +32,133 @@ _OPEN_PATHS = frozenset(
 )
 _KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
 BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the tenant that made the batch
+BATCH_KEY_ID = "batch"
 _MAX_FILE_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The SHA-256 digests of a server's keys. Without client keys, every request is admitted."""
+class Sender:
+    """The tenant of a request, and the public id of its key."""
 
-    clients: tuple[bytes, ...] = ()
-    admins: tuple[bytes, ...] = ()
+    tenant: Tenant
+    key_id: str
+
+
+class Keys:
+    """The keys of a server as SHA-256 digests. `table`: of the keys file, replaced when it changes."""
+
+    def __init__(
+        self,
+        clients: tuple[bytes, ...] = (),
+        admins: tuple[bytes, ...] = (),
+        *,
+        file: KeysFile | None = None,
+        table: TenantTable | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.clients, self.admins = clients, admins
+        self.table = table
+        self._file = file
+        self._clock = clock
+        self._changing = asyncio.Lock()
 
     @classmethod
-    def of(cls, config: ServeConfig) -> Keys:
-        """Read the keys and key files of `config`; a bad file is a ConfigError."""
+    def of(cls, config: ServeConfig, table: TenantTable | None = None) -> Keys:
+        """Read the keys and key files of `config`; a bad file is a ConfigError.
+
+        `table`: the tenants, if another process has read the keys file.
+        """
         clients = [*config.api_key]
         for path in config.api_key_file:
             clients += _read_keys(path, "--api-key-file")
         admins = [*config.admin_key]
         for path in config.admin_key_file:
             admins += _read_keys(path, "--admin-key-file")
-        return cls(tuple(map(_digest, clients)), tuple(map(_digest, admins)))
+        file = None if config.keys_file is None else KeysFile(config.keys_file, config)
+        return cls(
+            tuple(map(_digest, clients)),
+            tuple(map(_digest, admins)),
+            file=file,
+            table=file.read() if table is None and file is not None else table,
+        )
 
-    def admits(self, request: Request) -> bool:
-        return _matches(given_key(request), self.clients + self.admins)
+    @property
+    def are_needed(self) -> bool:
+        """Whether requests need a key. An admin key alone protects only the admin endpoints."""
+        return bool(self.clients) or self.table is not None
 
-    def is_admin(self, request: Request) -> bool:
-        return _matches(given_key(request), self.admins)
+    # ---- requests ----------------------------------------------------------------------------
+
+    def sender_of(self, request: Request) -> Sender:
+        """Authenticate a request; raises InvalidKey."""
+        if BATCH_OWNER in request.scope:
+            return Sender(self._batch_tenant(request.scope[BATCH_OWNER]), BATCH_KEY_ID)
+        key = given_key(request)
+        found = None if key is None or self.table is None else self._from_table(key, self.table)
+        if found is not None:
+            return found
+        is_admin = _matches(key, self.admins)
+        if not self.are_needed:
+            if key is not None and is_admin:
+                return Sender(replace(NO_TENANT, admin=True), _key_name(key))
+            return Sender(NO_TENANT, NO_TENANT.name)
+        if key is None or not (is_admin or _matches(key, self.clients)):
+            raise InvalidKey("a valid key is needed: Authorization: Bearer KEY.")
+        name = _key_name(key)
+        return Sender(Tenant(name=name, admin=is_admin), name)
 
     def tenant_of(self, request: Request) -> Tenant:
         """The tenant of an authenticated request."""
-        if BATCH_OWNER in request.scope:
-            return Tenant(name=request.scope[BATCH_OWNER])
-        is_admin = self.is_admin(request)
-        name = key_name(request) if self.clients else NO_TENANT.name
-        return Tenant(name=name, admin=is_admin)
+        return self.sender_of(request).tenant
+
+    def is_admin(self, request: Request) -> bool:
+        return self.sender_of(request).tenant.admin
 
     def check_admin(self, request: Request) -> None:
         """Raise AdminOnly unless the request has an admin key."""
-        if not self.admins:
+        tenants = () if self.table is None else self.table.tenants.values()
+        if not self.admins and not any(tenant.admin for tenant in tenants):
             raise AdminOnly("this server has no admin key. Start it with --admin-key KEY.")
         if not self.is_admin(request):
             raise AdminOnly("an admin key is needed: Authorization: Bearer KEY.")
+
+    def _from_table(self, key: bytes, table: TenantTable) -> Sender | None:
+        # The time of the lookup depends on the digest of the given key, which reveals nothing of others.
+        found = table.keys.get(sha256(key).hexdigest())
+        if found is None:
+            return None
+        if found.expires is not None and self._clock() >= found.expires:
+            raise InvalidKey(f"the key {found.id!r} has expired.")
+        tenant = table.tenants[found.tenant]
+        if tenant.disabled:
+            raise InvalidKey(f"the tenant {tenant.name!r} is disabled.")
+        return Sender(tenant, found.id)
+
+    def _batch_tenant(self, owner: str) -> Tenant:
+        """The tenant of a batch; its key may be gone, and batches of a gone or disabled tenant end."""
+        if self.table is None or owner == NO_TENANT.name or KEY_NAME.fullmatch(owner):
+            return Tenant(name=owner)
+        tenant = self.table.tenants.get(owner)
+        if tenant is None or tenant.disabled:
+            raise NotAllowed(f"the tenant {owner!r} is disabled, or no longer in the keys file.")
+        return tenant
+
+    # ---- the keys file -----------------------------------------------------------------------
+
+    async def reload(self) -> str:
+        """Use the keys file as it is now; raises ConfigError and changes nothing if it is bad."""
+        assert self._file is not None
+        async with self._changing:
+            self.table = table = await asyncio.to_thread(self._file.read)
+        return f"{len(table.tenants)} tenants with {len(table.keys)} keys"
+
+    async def change(self, tenant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Change fields of a tenant, in the file and at once; returns what they were before."""
+        if self._file is None:
+            raise ConfigError("this server has no tenants. Start it with --keys-file FILE.")
+        async with self._changing:
+            before, self.table = await asyncio.to_thread(self._file.change, tenant, changes)
+        return before
 
 
 def _digest(key: str) -> bytes:
@@ -90,22 +176,8 @@ def _matches(given: bytes | None, digests: tuple[bytes, ...]) -> bool:
 
 def _read_keys(path: str, flag: str) -> list[str]:
     """Read a key file: one key per line; a line that starts with # is a comment."""
-    name = f"{flag} {path}"
-    try:
-        with Path(path).open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(_MAX_FILE_BYTES + 1)
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from error
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{name} is larger than {_MAX_FILE_BYTES} bytes: not a file of keys.")
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{name} can be written by other users. Run: chmod 600 {path}")
-    if mode & stat.S_IROTH:
-        _log.warning("%s can be read by other users; chmod 600 keeps the keys secret", name)
-    keys = []
-    for number, line in enumerate(text.splitlines(), 1):
+    name, keys = f"{flag} {path}", []
+    for number, line in enumerate(read_private(path, flag, _MAX_FILE_BYTES).splitlines(), 1):
         key = line.strip()
         if key and not key.startswith("#"):
             check_key(key, f"{name} line {number}")
@@ -125,10 +197,8 @@ def given_key(request: Request) -> bytes | None:
     return given.strip().encode("latin-1") or None
 
 
-def key_name(request: Request) -> str:
-    """A public name for the key of an authenticated request; it does not reveal the key."""
-    key = given_key(request)
-    assert key is not None, f"{request.url.path} is not authenticated"
+def _key_name(key: bytes) -> str:
+    """A public name for a key, which does not reveal it."""
     return blake2b(key, digest_size=6, person=b"key name").hexdigest()
 
 
@@ -144,17 +214,16 @@ class KeyGuard:
         self._open_paths = _OPEN_PATHS | open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_allowed(Request(scope)):
+        try:
+            if scope["type"] == "http":
+                self._check(Request(scope))
+        except InvalidKey as error:
+            problem = problem_of(error)
+            problem.log(scope["path"], Request(scope).headers.get("x-request-id", ""))
+            await problem.response(scope["path"])(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        problem = problem_of_status(
-            401,
-            "a valid key is needed: Authorization: Bearer KEY.",
-            **{"WWW-Authenticate": "Bearer"},
-        )
-        problem.log(scope["path"], Request(scope).headers.get("x-request-id", ""))
-        await problem.response(scope["path"])(scope, receive, send)
 
-    def _is_allowed(self, request: Request) -> bool:
-        path = request.scope["path"].removeprefix(self._root_path)
-        return path in self._open_paths or self._keys.admits(request)
+    def _check(self, request: Request) -> None:
+        if request.scope["path"].removeprefix(self._root_path) not in self._open_paths:
+            self._keys.sender_of(request)

@@ -20,10 +20,12 @@ class OllamaRoutes:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def tags(self) -> Response:
-        """The model and its adapters."""
-        card = self._services.card
-        names = [card.name, *card.aliases, *self._services.client.adapters.folders]
+    async def tags(self, request: Request) -> Response:
+        """The model and its adapters, as far as the request's tenant may use them."""
+        card, tenant = self._services.card, self._services.keys.tenant_of(request)
+        own = [name for name in (card.name, *card.aliases) if tenant.may_use("", (name,))]
+        adapters = self._services.client.adapters.folders
+        names = own + [name for name in adapters if tenant.may_use(name, ())]
         started = datetime.fromtimestamp(self._services.started, UTC).isoformat()
         return reply(
             {
@@ -44,7 +46,8 @@ class OllamaRoutes:
     @names_unknown_fields
     async def show(self, request: Request) -> Response:
         body = await read_as(request, OllamaShowRequest.read, self._services)
-        self._services.preparer.adapter_of(model_name(body.model or body.name))
+        tenant = self._services.keys.tenant_of(request)
+        self._services.preparer.adapter_of(model_name(body.model or body.name), tenant)
         card = self._services.card
         capabilities = ["completion"] if card.chat_template is None else ["completion", "tools"]
         return reply(

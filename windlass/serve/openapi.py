@@ -107,6 +107,14 @@ _READY = Operation(
     _OPERATIONS_TAG, "Whether the server would answer a request", error="Unavailable"
 )
 
+_TIME: Json = {"type": "string", "description": "Seconds since 1970, or a date of UTC."}
+_USAGE_QUERY: dict[str, Json] = {
+    "since": _TIME,
+    "until": _TIME,
+    "bucket": {"type": "string", "enum": ["hour", "day", "month"]},
+    "format": {"type": "string", "enum": ["json", "csv"]},
+}
+
 _LLAMA_COMPLETION = Operation(
     _LLAMA, "Complete a text", (LlamaCompletionRequest,), (_JSON, _EVENTS)
 )
@@ -205,6 +213,17 @@ _OPERATIONS = {
         _OPERATIONS_TAG, "Explain the latency of a request"
     ),
     "GET /is_sleeping": Operation(_OPERATIONS_TAG, "Whether the server sleeps"),
+    "GET /admin/tenants": Operation(_ADMIN, "List the tenants of the keys file"),
+    "PATCH /admin/tenants/{name}": Operation(_ADMIN, "Change fields of a tenant"),
+    "GET /admin/usage": Operation(
+        _ADMIN,
+        "Usage of all tenants",
+        media=(_JSON, "text/csv"),
+        query={**_USAGE_QUERY, "tenant": {"type": "string"}},
+    ),
+    "GET /v1/usage": Operation(
+        _OPERATIONS_TAG, "Usage of the key's tenant", media=(_JSON, "text/csv"), query=_USAGE_QUERY
+    ),
     "POST /admin/sleep": _SLEEP,
     "POST /sleep": _SLEEP,
     "POST /admin/wake": _WAKE,

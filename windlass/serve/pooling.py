@@ -26,7 +26,7 @@ from windlass.serve import body_limits as limits
 from windlass.serve.bodies import read_as, request_id_header, unknown_fields_header
 from windlass.serve.cost import cost_json
 from windlass.serve.desk import Ticket
-from windlass.serve.keys import BATCH_OWNER
+from windlass.serve.keys import BATCH_OWNER, Sender
 from windlass.serve.pooling_api import (
     EmbeddingRequest,
     PoolingRequest,
@@ -72,7 +72,7 @@ class _Call:
 
     request: Request
     ticket: Ticket
-    tenant: Tenant
+    sender: Sender
     headers: dict[str, str]  # of the response
 
 
@@ -103,18 +103,18 @@ class Pooling:
         ticket = services.desk.open_ticket(request)
         with ended_on_error(ticket):
             services.desk.check_open()
-            tenant = services.keys.tenant_of(request)
-            ticket.summary.tenant = tenant.name
+            sender = services.keys.sender_of(request)
+            ticket.summary.tenant = sender.tenant.name
             body = await read_as(request, lambda raw: read(ticket.keep_request(raw)), services)
             ticket.mark("receive")
             ticket.summary.operation = operation
             ticket.summary.model = body.model or services.card.name
-            ticket.summary.adapter = services.preparer.adapter_of(body.model)
+            ticket.summary.adapter = services.preparer.adapter_of(body.model, sender.tenant)
             if body.include_cost and services.costs is None:
                 raise RequestError(
                     "include_cost needs a server started with --price-per-hour.", "include_cost"
                 )
-            call = _Call(request, ticket, tenant, headers=unknown_fields_header(request))
+            call = _Call(request, ticket, sender, headers=unknown_fields_header(request))
             content = await cancel_on_disconnect(request.receive, answer(body, call))
         ticket.keep_response(content)
         ticket.end("success", reason="stop")
@@ -218,13 +218,14 @@ class Pooling:
         call.request.state.response_id = call.ticket.summary.response_id = response_id
         call.ticket.mark("tokenize")
         call.headers.update(request_id_header(call.request, response_id, services.config))
-        adapter = services.preparer.adapter_of(body.model)
+        adapter, tenant = services.preparer.adapter_of(body.model), call.sender.tenant
+        is_batch = BATCH_OWNER in call.request.scope
         options = RequestOptions(
             adapter=adapter,
-            priority=BATCH_PRIORITY if BATCH_OWNER in call.request.scope else body.priority or 0,
-            cache_salt=self._salt(body, call.tenant),
-            tenant=call.tenant.name,
-            weight=call.tenant.weight,
+            priority=tenant.priority(BATCH_PRIORITY if is_batch else body.priority),
+            cache_salt=self._salt(body, tenant),
+            tenant=tenant.name,
+            weight=tenant.weight,
         )
         fitted = [builder.fit_pooled(prompt, body.truncate_prompt_tokens) for prompt in prompts]
         num_prompt = sum(len(prompt.tokens) for prompt in fitted)
@@ -233,9 +234,14 @@ class Pooling:
         groups = list(_groups(requests, max(1, services.client.max_num_seqs // _NUM_LANES)))
         first = [request for group in groups[:_NUM_LANES] for request in group]
         services.admission.check(len(first), sum(len(request.prompt) for request in first))
+        if tenant.is_limited:
+            hold = await services.limits.admit(tenant, num_prompt)
+            call.ticket.on_end = hold.release
+            call.headers.update(hold.headers)
         entry = Entry(
             response_id=response_id,
-            owner=call.tenant.name,
+            owner=tenant.name,
+            key_id=call.sender.key_id,
             began=call.ticket.began,
             request_ids=tuple(request.request_id for request in requests),
             path=call.ticket.path,
@@ -264,7 +270,8 @@ class Pooling:
         return _Pooled(response_id, adapter or services.card.name, vectors, usage)
 
     def _salt(self, body: PoolingRequest, tenant: Tenant) -> str:
-        if self._services.keys.clients:
+        services = self._services
+        if services.keys.are_needed and not services.config.share_prefix_cache:
             return tenant.cache_salt(body.cache_salt)
         return body.cache_salt or ""
 

@@ -77,6 +77,7 @@ class Prepared:
     prompts: list[EncodedPrompt]  # `text` is set where the client sent text or asks for an echo
     sampling: SamplingParams
     requests: tuple[NewRequest, ...]
+    max_total_tokens: int  # of the prompts and all completions
     num_choices: int = 1  # per prompt; the best of `sampling.n` completions
     parsing: ParsingOptions = field(default_factory=ParsingOptions)
     relaxed: tuple[str, ...] = ()  # keywords of its JSON schema that are not enforced
@@ -123,17 +124,23 @@ class Preparer:
     def _builder(self, report: EngineReport) -> RequestBuilder:
         return RequestBuilder(self._card, report)
 
-    def adapter_of(self, name: str | None) -> str:
-        """The adapter that a request's `model` names; "" for the base model."""
-        if name is None or name == self._card.name or name in self._card.aliases:
-            return ""
-        adapters = self._adapters()
-        if name in adapters:
+    def adapter_of(self, name: str | None, tenant: Tenant = NO_TENANT) -> str:
+        """The adapter that a request's `model` names; "" for the base model.
+
+        A model that the tenant may not use does not exist for it.
+        """
+        names = (self._card.name, *self._card.aliases)
+        if name is None or name in names:
+            if tenant.may_use("", names if name is None else (name,)):
+                return ""
+        elif name in self._adapters() and tenant.may_use(name, ()):
             return name
-        others = f" and {len(adapters)} adapters (GET /v1/models)" if adapters else ""
+        usable = [each for each in names if tenant.may_use("", (each,))][:1]
+        adapters = [each for each in self._adapters() if tenant.may_use(each, ())]
+        others = [f"{len(adapters)} adapters (GET /v1/models)"] if adapters else []
+        found = " and ".join([*map(repr, usable), *others]) or "no model for this key"
         raise ModelNotFound(
-            f"the model {abbreviate(name)} does not exist here. This server has "
-            f"{self._card.name!r}{others}.",
+            f"the model {abbreviate(name or names[0])} does not exist here. This server has {found}.",
             "model",
         )
 
@@ -145,7 +152,7 @@ class Preparer:
         mark: Callable[[str], None] = lambda _phase: None,
     ) -> Prepared:
         """`mark` is called when the chat template was rendered."""
-        self.adapter_of(body.model)
+        self.adapter_of(body.model, tenant)
         text, builder = await self.render(body, report), self._builder(report)
         mark("template")
         (tokens,) = await self._encode_off_loop(
@@ -184,7 +191,7 @@ class Preparer:
     async def completion(
         self, body: CompletionRequest, report: EngineReport, tenant: Tenant = NO_TENANT
     ) -> Prepared:
-        self.adapter_of(body.model)
+        self.adapter_of(body.model, tenant)
         prompts, builder, infill = as_prompts(body.prompt), self._builder(report), body.infill
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         add_special = body.add_special_tokens is not False
@@ -327,7 +334,7 @@ class Preparer:
         expected = body.prediction.content if body.prediction is not None else None
         (prediction,) = builder.encode_predictions([expected or ""])
         options = RequestOptions(
-            adapter=self.adapter_of(body.model),
+            adapter=self.adapter_of(body.model, tenant),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             prediction=prediction,
@@ -345,6 +352,7 @@ class Preparer:
             prompts=fitted,
             sampling=sampling,
             requests=tuple(requests),
+            max_total_tokens=sum(num_prompts) + sampling.n * num_outputs,
             num_choices=body.n or 1,
             relaxed=unsupported_keywords(sampling.structured_outputs),
         )

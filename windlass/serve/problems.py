@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,28 @@ class BodyTooLarge(RequestError):
 
 class UnsupportedMediaType(RequestError):
     """The request's body is not declared as JSON."""
+
+
+class InvalidKey(RequestError):
+    """The request has no valid key."""
+
+
+class NotAllowed(RequestError):
+    """The request's tenant may not do that."""
+
+
+class RateLimited(Overloaded):
+    """The request's tenant is above a limit of its own. `headers`: what is left of its limits."""
+
+    def __init__(
+        self, message: str, retry_after_s: float, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message, retry_after_s)
+        self.headers = headers or {}
+
+
+class BudgetExceeded(RateLimited):
+    """The request's tenant has spent its budget of this day or month."""
 
 
 class AdminOnly(RequestError):
@@ -153,6 +176,8 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
     (ConfigConflict, 412, "invalid_request_error", "config_changed"),
+    (InvalidKey, 401, "authentication_error", "invalid_api_key"),
+    (NotAllowed, 403, "permission_error", "not_allowed"),
     (AdminOnly, 403, "permission_error", "admin_only"),
     (ForeignOrigin, 403, "permission_error", "foreign_origin"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
@@ -162,6 +187,8 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (RequestError, 400, "invalid_request_error", None),
     (UnsupportedError, 400, "invalid_request_error", "unsupported"),
     (ConfigError, 400, "invalid_request_error", None),
+    (BudgetExceeded, 429, "insufficient_quota", "insufficient_quota"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (Draining, 503, "service_unavailable_error", "shutting_down"),
@@ -183,14 +210,18 @@ def problem_of(error: EngineError) -> Problem:
     """The error response for `error`."""
     status, kind, code = next(row[1:] for row in _TABLE if isinstance(error, row[0]))
     param = error.param if isinstance(error, RequestError) else None
-    headers = {}
+    headers: dict[str, str] = {}
     if isinstance(error, Overloaded | Sleeping):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif status == 503:
         headers["Retry-After"] = str(_RETRY_S)
-    elif isinstance(error, DeadlineExceeded):
-        # OpenAI's and Anthropic's clients would send the request again, with the same time.
+    elif status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, DeadlineExceeded | BudgetExceeded):
+        # OpenAI's and Anthropic's clients would send the request again, for nothing.
         headers["X-Should-Retry"] = "false"
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     return Problem(status, str(error), kind, param=param, code=code, headers=headers)
 
 

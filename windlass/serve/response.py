@@ -20,6 +20,7 @@ from windlass.serve.cost import Cost
 from windlass.serve.desk import Ticket
 from windlass.serve.formatters import Json, usage
 from windlass.serve.inbox import Inbox
+from windlass.serve.keys import Sender
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import Problem, problem_of
 from windlass.serve.protocol import GenerationRequest
@@ -132,13 +133,13 @@ class CompletionResponse:
         body: GenerationRequest,
         response_format: ResponseFormat,
         ticket: Ticket,
-        owner: str,
+        sender: Sender,
     ) -> None:
         config, card = services.config, services.card
         self._client = services.client
         self._traces = services.traces
         self._metrics = services.metrics
-        self._owner = owner
+        self._sender = sender
         self._entry: Entry | None = None
         self._inbox: Inbox | None = None
         self._price = services.price if body.include_cost else None
@@ -192,7 +193,9 @@ class CompletionResponse:
     def _start(self) -> Inbox:
         self._entry = Entry(
             response_id=self._prepared.response_id,
-            owner=self._owner,
+            owner=self._sender.tenant.name,
+            key_id=self._sender.key_id,
+            num_per_prompt=self._prepared.sampling.n,
             began=self._ticket.began,
             request_ids=tuple(self._by_id),
             path=self._ticket.path,

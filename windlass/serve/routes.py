@@ -34,6 +34,7 @@ from windlass.serve.protocol import (
     UnloadAdapterRequest,
 )
 from windlass.serve.services import GenerationServices, Services
+from windlass.serve.tenant_routes import TenantRoutes
 from windlass.serve.trace_routes import TraceRoutes
 from windlass.version import __version__
 
@@ -50,7 +51,7 @@ class Texts:
     async def tokenize(self, request: Request) -> Response:
         preparer, report = self._services.preparer, self._services.client.report
         body = await read_as(request, _read_tokenize, self._services)
-        preparer.adapter_of(body.model)
+        preparer.adapter_of(body.model, self._services.keys.tenant_of(request))
         if isinstance(body, LlamaTokenizeRequest):
             tokens = await preparer.encode(body.content, body.add_special, report)
             return await reply_off_loop(
@@ -83,7 +84,8 @@ class Texts:
     @names_unknown_fields
     async def detokenize(self, request: Request) -> Response:
         body = await read_as(request, DetokenizeRequest.read, self._services)
-        self._services.preparer.adapter_of(body.model)
+        tenant = self._services.keys.tenant_of(request)
+        self._services.preparer.adapter_of(body.model, tenant)
         max_tokens = self._services.client.report.max_model_len
         if len(body.tokens) > max_tokens:
             raise RequestError(
@@ -108,7 +110,8 @@ class Texts:
     @names_unknown_fields
     async def apply_template(self, request: Request) -> Response:
         body = await read_as(request, TokenizeChatRequest.read, self._services)
-        self._services.preparer.adapter_of(body.model)
+        tenant = self._services.keys.tenant_of(request)
+        self._services.preparer.adapter_of(body.model, tenant)
         report = self._services.client.report
         return reply({"prompt": await self._services.preparer.render(body, report)})
 
@@ -136,18 +139,19 @@ class Operations:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def models(self) -> Response:
-        return reply({"object": "list", "data": self._entries()})
+    async def models(self, request: Request) -> Response:
+        return reply({"object": "list", "data": self._entries(request)})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request, name: str) -> Response:
         """One model or adapter; the name may contain slashes."""
         if not name:  # the path was /v1/models/
-            return await self.models()
-        self._services.preparer.adapter_of(name)  # raises ModelNotFound
-        return reply(next(entry for entry in self._entries() if entry["id"] == name))
+            return await self.models(request)
+        tenant = self._services.keys.tenant_of(request)
+        self._services.preparer.adapter_of(name, tenant)  # raises ModelNotFound
+        return reply(next(entry for entry in self._entries(request) if entry["id"] == name))
 
-    def _entries(self) -> list[dict[str, object]]:
-        """The model and its adapters."""
+    def _entries(self, request: Request) -> list[dict[str, object]]:
+        """The model and its adapters, as far as the request's tenant may use them."""
         card = self._services.card
         common = {
             "object": "model",
@@ -155,12 +159,17 @@ class Operations:
             "owned_by": "windlass",
             "max_model_len": self._services.client.report.max_model_len,
         }
-        names = (card.name, *card.aliases)
-        own = [{"id": name, **common, "root": card.path, "parent": None} for name in names]
+        tenant = self._services.keys.tenant_of(request)
+        own = [
+            {"id": name, **common, "root": card.path, "parent": None}
+            for name in (card.name, *card.aliases)
+            if tenant.may_use("", (name,))
+        ]
         folders = self._services.client.adapters.folders
         return own + [
             {"id": name, **common, "root": folder, "parent": card.name}
             for name, folder in folders.items()
+            if tenant.may_use(name, ())
         ]
 
     async def live(self) -> Response:
@@ -279,7 +288,7 @@ def make_router(services: Services) -> APIRouter:
     generation, texts, operations = Generation(services), Texts(services), Operations(services)
     changes, trace_routes, admin = AdapterChanges(services), TraceRoutes(services), Admin(services)
     ollama, pooling = OllamaRoutes(services), Pooling(services)
-    files, batches = FileRoutes(services), BatchRoutes(services)
+    files, batches, tenants = FileRoutes(services), BatchRoutes(services), TenantRoutes(services)
     if services.batches is not None:
         services.batches.endpoints = batch_endpoints(generation, pooling)
     router = APIRouter()
@@ -323,6 +332,9 @@ def make_router(services: Services) -> APIRouter:
         "/metrics": operations.metrics,
         "/load": operations.load,
         "/memory": admin.memory,
+        "/admin/tenants": tenants.tenants,
+        "/admin/usage": tenants.usage,
+        "/v1/usage": tenants.own_usage,
         "/is_sleeping": admin.is_sleeping,
         "/admin/config": admin.config,
         "/admin/config/history": admin.config_history,
@@ -345,7 +357,10 @@ def make_router(services: Services) -> APIRouter:
         "/v1/responses/{response_id}": generation.delete_response,
         "/v1/files/{file_id}": files.delete,
     }
-    patches: dict[str, Endpoint] = {"/admin/config": admin.change_config}
+    patches: dict[str, Endpoint] = {
+        "/admin/config": admin.change_config,
+        "/admin/tenants/{name}": tenants.change,
+    }
     by_methods = {"POST": posts, "GET,HEAD": gets, "DELETE": deletes, "PATCH": patches}
     for methods, endpoints in by_methods.items():
         for path, endpoint in endpoints.items():

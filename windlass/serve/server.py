@@ -151,6 +151,8 @@ class Server:
         yield self._server.connections.sweep_forever()
         if self._tls is not None and self._services.config.enable_ssl_refresh:
             yield self._tls.refresh_forever()
+        if self._services.usage is not None:
+            yield self._services.usage.write_forever()
         replicas = self._client.replicas
         yield ThroughputLog(len(replicas)).run(replicas, self._services.live)
 

@@ -15,6 +15,7 @@ from windlass.errors import ConfigError
 from windlass.serve.adapter_manager import AdapterManager
 from windlass.serve.admission import Admission, AdmissionControl
 from windlass.serve.batch.service import BatchService, make_batch_service
+from windlass.serve.charges import Charges
 from windlass.serve.config_admin import ConfigAdmin, ConfigMetrics
 from windlass.serve.cost import CostTracker, LiveCosts, Price
 from windlass.serve.desk import Desk, RequestReporter
@@ -29,7 +30,9 @@ from windlass.serve.record import Recorder, make_recorder
 from windlass.serve.reload import Reloads
 from windlass.serve.request_log import RequestReports, SpanExporter
 from windlass.serve.sleep import Sleeper
+from windlass.serve.tenant_limits import Limits, TenantLimits
 from windlass.serve.trace_store import Traces, TraceStore
+from windlass.serve.usage import UsageStore, make_usage_store
 from windlass.serve.workers import Workers
 from windlass.text.parsing.registry import choose_format
 from windlass.text.scoring import ScoreTemplate, Scoring
@@ -51,6 +54,7 @@ class GenerationServices:
     admission: Admission
     desk: Desk
     traces: Traces
+    limits: Limits
     workers: Workers
     reloads: Reloads
     scoring: Scoring
@@ -86,6 +90,7 @@ class Services(GenerationServices):
 
     client: EngineHandle
     traces: TraceStore
+    limits: TenantLimits
     adapter_manager: AdapterManager
     sleeper: Sleeper
     probes: list[GenerateProbe]  # one per replica
@@ -93,6 +98,7 @@ class Services(GenerationServices):
     config_admin: ConfigAdmin
     reports: RequestReports
     batches: BatchService | None = None  # None: no --data-dir
+    usage: UsageStore | None = None  # None: no --usage-db, and no keys or no --data-dir
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -114,6 +120,8 @@ class Services(GenerationServices):
         self.reports.close()
         if self.batches is not None:
             self.batches.close()
+        if self.usage is not None:
+            self.usage.close()
 
 
 def make_services(
@@ -130,7 +138,13 @@ def make_services(
     admission = AdmissionControl(live, client, metrics.rejected)
     costs = LiveCosts(card.name, metrics.registry, len(client.replicas))
     live.watch(lambda config: costs.set_price(config.price_per_hour))
-    traces = TraceStore(costs.charge)
+    config = live.value
+    keys = Keys.of(config)
+    if config.keys_file is not None:
+        reloads.add("keys file", keys.reload)
+    usage = make_usage_store(config, keys.are_needed)
+    limits = TenantLimits(usage, metrics.rejected)
+    traces = TraceStore(Charges(costs, usage, limits, model=card.name).charge)
 
     def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
         metrics.observe_stats(stats, last, replica)
@@ -149,6 +163,8 @@ def make_services(
         admission=admission,
         traces=traces,
         num_replicas=len(client.replicas),
+        keys=keys,
+        limits=limits,
         reloads=reloads,
         reporter=reports,
     )
@@ -156,7 +172,6 @@ def make_services(
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
     for warning in () if common.template is None else common.template.warnings:
         _log.warning("%s", warning)
-    config = live.value
     try:
         return Services(
             **{each.name: getattr(common, each.name) for each in fields(common)},
@@ -167,10 +182,13 @@ def make_services(
             config_admin=_config_admin(live, started, metrics, card),
             batches=make_batch_service(live, common.preparer),
             reports=reports,
+            usage=usage,
         )
     except BaseException:
         common.close()  # ends the template process
         reports.close()
+        if usage is not None:
+            usage.close()
         raise
 
 
@@ -218,13 +236,14 @@ def make_generation_services(
     metrics: Metrics,
     admission: Admission,
     traces: Traces,
+    keys: Keys,
+    limits: Limits,
     num_replicas: int,
     reloads: Reloads,
     reporter: RequestReporter,
 ) -> GenerationServices:
     """Create the services of the endpoints that generate text; starts the template process."""
     config = live.value
-    keys = Keys.of(config)
     recorder = make_recorder(config, card.tokenizer)
     workers, source = Workers(), _template_source(card, config)
     output_format = None
@@ -247,6 +266,7 @@ def make_generation_services(
         admission=admission,
         desk=Desk(metrics, live, reporter),
         traces=traces,
+        limits=limits,
         workers=workers,
         scoring=_scoring(card, config),
         template=template,

@@ -36,7 +36,7 @@ class TraceRoutes:
     def cost_for(self, request: Request, costs: CostTracker) -> Json:
         """The costs that the request's key may see."""
         owner, keys = self.owner_of(request), self._services.keys
-        if owner is None or not (keys.clients or keys.admins):
+        if owner is None or not (keys.are_needed or keys.admins):
             return costs.summary()
         return costs.summary_of(owner)
 

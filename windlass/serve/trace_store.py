@@ -31,6 +31,8 @@ class Entry:
     request_ids: tuple[str, ...]
     path: str = ""  # of the endpoint
     adapter: str = ""
+    key_id: str = ""
+    num_per_prompt: int = 1  # completions that share a prompt, which counts once in the usage
     traces: dict[str, RequestTrace] = field(default_factory=dict)
     replicas: set[int] = field(default_factory=set)  # that computed them
     more_rounds: bool = (
@@ -70,10 +72,10 @@ class Traces(Protocol):
 
 
 class TraceStore:
-    """Owns the entries. `charge` gets each trace and its owner; "": the server's own probes."""
+    """Owns the entries. `charge` gets each trace, its entry and its name there; None: the server's own probes."""
 
     def __init__(
-        self, charge: Callable[[str, RequestTrace], None], max_ended: int = _MAX_ENDED
+        self, charge: Callable[[Entry | None, RequestTrace, str], None], max_ended: int = _MAX_ENDED
     ) -> None:
         self._charge = charge
         self._max_ended = max_ended
@@ -123,7 +125,7 @@ class TraceStore:
         """Add the traces of requests that a replica has ended."""
         for trace in traces:
             name, found = self._take(trace.request_id)
-            self._charge(found.owner if found is not None else "", trace)
+            self._charge(found, trace, name)
             if found is not None:
                 before = found.traces.get(name)
                 found.traces[name] = trace if before is None else merge_rounds(before, trace)

@@ -40,6 +40,10 @@ class Database:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._transact, work)
 
+    def run_blocking(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`run` without an event loop: at the start and the end of the server."""
+        return self._thread.submit(self._transact, work).result()
+
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
         connection = self._connection
         with storage_errors(self._path):

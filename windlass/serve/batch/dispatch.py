@@ -28,7 +28,7 @@ _log = logging.getLogger("windlass.serve")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_BUSY = (429, 503)  # a full queue, an engine that restarts or sleeps: the request waits
+_BUSY = (429, 503)  # a full queue, a tenant's limit, an engine that restarts or sleeps: it waits
 _FAILED_STEP = 500  # may be due to another request of the same step
 _MAX_FAILED_STEPS = 3
 _FIRST_PAUSE_S = 0.1
@@ -46,16 +46,14 @@ class Dispatcher:
     async def run(self, line: BatchLine, owner: str) -> LineResult:
         """Run a request until it has a response that would not be better later."""
         pause_s, num_failed = _FIRST_PAUSE_S, 0
-        async with self._slots:
-            while True:
+        while True:
+            async with self._slots:  # not while it waits: perhaps only its tenant is at a limit
                 status, body = await self._answer(line, owner)
-                num_failed += status == _FAILED_STEP
-                if status not in _BUSY and (
-                    status != _FAILED_STEP or num_failed == _MAX_FAILED_STEPS
-                ):
-                    return result_of(line, status, body)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            num_failed += status == _FAILED_STEP
+            if status not in _BUSY and (status != _FAILED_STEP or num_failed == _MAX_FAILED_STEPS):
+                return result_of(line, status, body)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _answer(self, line: BatchLine, owner: str) -> tuple[int, bytes]:
         try:

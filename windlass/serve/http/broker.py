@@ -13,9 +13,10 @@ from windlass.errors import EngineError
 from windlass.serve.http import messages
 from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.inbox import Inbox, Item
-from windlass.serve.problems import TraceNotFound
+from windlass.serve.problems import RateLimited, TraceNotFound
 from windlass.serve.services import Services
 from windlass.serve.summary import RequestSummary
+from windlass.serve.tenant_limits import Hold
 from windlass.serve.trace_store import Entry
 
 
@@ -50,20 +51,13 @@ class Broker:
         self._inboxes: dict[str, Inbox] = {}
         self._entries: dict[str, Entry] = {}  # of requests to report, by their first engine request
         self._searches: dict[str, Entry] = {}  # beam searches that run, by the first of them
+        self._holds: dict[int, Hold] = {}
         self._outputs: list[Output] = []
         self._failed: list[tuple[Inbox, EngineError]] = []
         self._flush_is_due = False
         self._replies: set[asyncio.Task[None]] = set()
 
-    def on_message(
-        self,
-        message: messages.Open
-        | messages.EndRounds
-        | messages.Submit
-        | messages.Abort
-        | messages.GetTraces
-        | messages.Ended,
-    ) -> None:
+    def on_message(self, message: messages.FromWorker) -> None:
         match message:
             case messages.Open():
                 entry = Entry(**msgspec.structs.asdict(message))
@@ -82,10 +76,29 @@ class Broker:
             case messages.Abort(request_id, completed):
                 self._services.client.abort(request_id, completed)
                 self._forget(request_id)
+            case messages.Admit():
+                self._send([self._admit(message)])
+            case messages.Release(number):
+                hold = self._holds.pop(number, None)
+                if hold is not None:  # else it was refused
+                    hold.release()
             case messages.GetTraces():
                 reply = asyncio.create_task(self._reply_traces(message))
                 self._replies.add(reply)
                 reply.add_done_callback(self._replies.discard)
+
+    def _admit(self, message: messages.Admit) -> messages.Admitted:
+        """Count a request with the limits of its tenant now; one that is gone has none."""
+        table = self._services.keys.table
+        tenant = None if table is None else table.tenants.get(message.tenant)
+        if tenant is None:
+            return messages.Admitted(message.number, {}, None)
+        try:
+            hold = self._services.limits.take(tenant, message.num_tokens)
+        except RateLimited as error:
+            return messages.Admitted(message.number, {}, ErrorMessage.of(error))
+        self._holds[message.number] = hold
+        return messages.Admitted(message.number, dict(hold.headers), None)
 
     def _submit(self, requests: list[NewRequest], can_restart: bool) -> None:
         services = self._services
@@ -171,5 +184,8 @@ class Broker:
         """Abort all requests: the worker has ended."""
         while self._searches:
             self._services.traces.end_rounds(self._searches.popitem()[1])
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
         for inbox in list({id(each): each for each in self._inboxes.values()}.values()):
             self._drop(inbox)

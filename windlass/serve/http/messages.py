@@ -14,8 +14,9 @@ from windlass.core.types import NewRequest, Output
 from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve import problems
 from windlass.serve.metric_samples import MetricSample
-from windlass.serve.problems import Sleeping
+from windlass.serve.problems import RateLimited, Sleeping
 from windlass.serve.summary import RequestSummary
+from windlass.serve.tenants import TenantTable
 
 
 class ErrorMessage(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class ErrorMessage(msgspec.Struct, frozen=True):
     message: str
     param: str | None = None
     retry_after_s: float = 0.0
+    headers: dict[str, str] = {}
 
     @classmethod
     def of(cls, error: EngineError) -> ErrorMessage:
@@ -34,12 +36,15 @@ class ErrorMessage(msgspec.Struct, frozen=True):
             message=str(error),
             param=error.param if isinstance(error, RequestError) else None,
             retry_after_s=error.retry_after_s if isinstance(error, Overloaded | Sleeping) else 0.0,
+            headers=dict(error.headers) if isinstance(error, RateLimited) else {},
         )
 
     def error(self) -> EngineError:
         kind = _ERRORS[self.kind]
         if issubclass(kind, RequestError):
             return kind(self.message, self.param)
+        if issubclass(kind, RateLimited):
+            return kind(self.message, self.retry_after_s, self.headers)
         if issubclass(kind, Overloaded | Sleeping):
             return kind(self.message, self.retry_after_s)
         return kind(self.message)
@@ -66,6 +71,8 @@ class Open(msgspec.Struct, tag="open", frozen=True, kw_only=True):
     path: str
     adapter: str
     more_rounds: bool
+    key_id: str
+    num_per_prompt: int
 
 
 class EndRounds(msgspec.Struct, tag="end_rounds", frozen=True):
@@ -101,6 +108,20 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     first_id: str  # of its engine requests, as `Open` has announced them; "": there were none
 
 
+class Admit(msgspec.Struct, tag="admit", frozen=True):
+    """Asks whether the limits of a tenant allow a request, which holds them until `Release`."""
+
+    number: int
+    tenant: str
+    num_tokens: int
+
+
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """Ends the hold of `Admit`, if the answer was one."""
+
+    number: int
+
+
 class Samples(msgspec.Struct, tag="samples", frozen=True):
     """The worker's metrics, once a second: also the heartbeat, and the first says that it serves."""
 
@@ -114,7 +135,9 @@ class Synced(msgspec.Struct, tag="synced", frozen=True):
     samples: list[MetricSample]
 
 
-FromWorker = Open | EndRounds | Submit | Abort | GetTraces | Ended | Samples | Synced
+FromWorker = (
+    Open | EndRounds | Submit | Abort | GetTraces | Ended | Admit | Release | Samples | Synced
+)
 
 
 # ---- to a worker -----------------------------------------------------------------------------
@@ -126,6 +149,7 @@ class State(msgspec.Struct, tag="state", frozen=True):
     report: EngineReport
     max_num_seqs: int
     adapters: list[str]
+    tenants: TenantTable | None  # None: no keys file
     refusal: ErrorMessage | None  # why new requests are refused: the server drains or sleeps
     config: ServeConfig
 
@@ -152,6 +176,14 @@ class TracesReply(msgspec.Struct, tag="traces", frozen=True):
     traces: list[RequestTrace] | None
 
 
+class Admitted(msgspec.Struct, tag="admitted", frozen=True):
+    """The reply to `Admit`; with an error, the request is refused."""
+
+    number: int
+    headers: dict[str, str]
+    error: ErrorMessage | None
+
+
 class Sync(msgspec.Struct, tag="sync", frozen=True):
     """Asks for `Synced`, with the current metrics."""
 
@@ -166,7 +198,9 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Ends the worker after its last responses."""
 
 
-ToWorker = State | Outputs | RequestsFailed | Restarted | TracesReply | Sync | Reload | Stop
+ToWorker = (
+    State | Outputs | RequestsFailed | Restarted | TracesReply | Admitted | Sync | Reload | Stop
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(list[FromWorker])

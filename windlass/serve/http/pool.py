@@ -212,6 +212,7 @@ class HttpWorkers:
             report=client.report,
             max_num_seqs=client.max_num_seqs,
             adapters=sorted(client.adapter_names),
+            tenants=self._services.keys.table,
             refusal=refusal,
             config=self._services.config,
         )

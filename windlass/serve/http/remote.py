@@ -15,6 +15,8 @@ from windlass.serve.http import messages
 from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.summary import RequestSummary
+from windlass.serve.tenant_limits import Hold
+from windlass.serve.tenants import Tenant
 from windlass.serve.trace_store import Entry
 
 _REPLY_TIMEOUT_S = 10.0
@@ -135,6 +137,8 @@ class RemoteTraces:
                 path=entry.path,
                 adapter=entry.adapter,
                 more_rounds=entry.more_rounds,
+                key_id=entry.key_id,
+                num_per_prompt=entry.num_per_prompt,
             )
         )
 
@@ -181,3 +185,35 @@ class RemoteReports:
 
     def report(self, summary: RequestSummary, entry: Entry | None) -> None:
         self._send(messages.Ended(summary, "" if entry is None else entry.request_ids[0]))
+
+
+class RemoteLimits:
+    """Asks the server's process, which counts the requests of all workers."""
+
+    def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Future[messages.Admitted]] = {}
+
+    async def admit(self, tenant: Tenant, num_tokens: int) -> Hold:
+        number = next(self._numbers)
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._send(messages.Admit(number, tenant.name, num_tokens))
+        try:
+            admitted = await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
+        except TimeoutError:
+            self._send(messages.Release(number))
+            raise WorkerDied(f"the server did not answer in {_REPLY_TIMEOUT_S:g} s.") from None
+        except asyncio.CancelledError:
+            self._send(messages.Release(number))
+            raise
+        finally:
+            del self._pending[number]
+        if admitted.error is not None:
+            raise admitted.error.error()
+        return Hold(lambda: self._send(messages.Release(number)), admitted.headers)
+
+    def on_reply(self, reply: messages.Admitted) -> None:
+        pending = self._pending.get(reply.number)
+        if pending is not None and not pending.done():
+            pending.set_result(reply)

@@ -20,10 +20,12 @@ from windlass.serve.http.link import Link
 from windlass.serve.http.remote import (
     RemoteAdmission,
     RemoteClient,
+    RemoteLimits,
     RemoteReports,
     RemoteTraces,
 )
 from windlass.serve.http_server import HttpServer
+from windlass.serve.keys import Keys
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.logs import inherit_logging
 from windlass.serve.metrics import Metrics
@@ -66,6 +68,8 @@ class _Worker:
         self._live: LiveConfig | None = None
         self._has_state, self._stop = asyncio.Event(), asyncio.Event()
         self._traces = RemoteTraces(self._send)
+        self._limits = RemoteLimits(self._send)
+        self._keys: Keys | None = None  # None: the first state has not arrived
         self._metrics = Metrics(setup.card.name, setup.num_replicas)
         self._reloads = Reloads()  # at every SIGHUP of the server's process
         self._outgoing: list[messages.FromWorker] = []
@@ -108,6 +112,7 @@ class _Worker:
     def _make_services(self) -> GenerationServices:
         client = self._client
         assert client is not None
+        assert self._keys is not None
         live = LiveConfig(client.state.config)
         services = make_generation_services(
             client,
@@ -118,6 +123,8 @@ class _Worker:
             traces=self._traces,
             num_replicas=self._setup.num_replicas,
             reporter=RemoteReports(self._send, live, exports_traces=self._setup.exports_traces),
+            keys=self._keys,
+            limits=self._limits,
             reloads=self._reloads,
         )
         services.desk.check_awake = client.check_open
@@ -148,8 +155,10 @@ class _Worker:
             case messages.State():
                 if self._client is None:
                     self._client = RemoteClient(message, self._send)
+                    self._keys = Keys.of(message.config, message.tenants)
                     self._has_state.set()
-                self._client.state = message
+                assert self._keys is not None
+                self._client.state, self._keys.table = message, message.tenants
                 if self._live is not None and self._live.value != message.config:
                     self._live.set(message.config)
             case messages.Outputs(outputs):
@@ -163,6 +172,8 @@ class _Worker:
                 self._client.on_failed(message)
             case messages.TracesReply():
                 self._traces.on_reply(message)
+            case messages.Admitted():
+                self._limits.on_reply(message)
             case messages.Sync(number):
                 self._send(messages.Synced(number, self._metrics.samples()))
             case messages.Reload():
