@@ -199,6 +199,26 @@ def metric(text: str, name: str, **labels: str) -> float:
     return total
 
 
+async def account(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The server's own account after the last request, and its KV blocks."""
+    for _ in range(100):
+        text = (await http.get("/metrics")).text
+        if metric(text, "requests_in_flight") == 0:
+            break
+        await asyncio.sleep(0.2)
+    outcomes = {
+        name: int(metric(text, "request_outcomes_total", outcome=name))
+        for name in ("success", "error", "aborted", "rejected")
+    }
+    return {
+        "received": int(metric(text, "requests_received_total")),
+        "ended": int(metric(text, "request_outcomes_total")),
+        "in_flight": int(metric(text, "requests_in_flight")),
+        "kv_blocks_used": int(metric(text, "kv_cache_blocks", state="used")),
+        **outcomes,
+    }
+
+
 # ---- requests ------------------------------------------------------------------------------------
 
 

@@ -35,9 +35,9 @@ from fault_load import (
     Served,
     Tally,
     Usage,
+    account,
     disconnect,
     make_jobs,
-    metric,
     send_malformed,
     serving,
 )
@@ -158,10 +158,11 @@ class Soak:
         return {"status": response.status_code}
 
     async def change_adapters(self) -> dict[str, Any]:
-        body = {"lora_name": ADAPTER, "lora_path": str(self.adapter)}
+        name = {"lora_name": ADAPTER}
+        bodies = {"load": {**name, "lora_path": str(self.adapter)}, "unload": name}
         statuses = []
         for _ in range(3):
-            for path in ("load", "unload"):
+            for path, body in bodies.items():
                 response = await self.http.post(
                     f"/v1/{path}_lora_adapter", json=body, headers=ADMIN
                 )
@@ -246,26 +247,6 @@ def lives(samples: list[Sample]) -> list[dict[str, Any]]:
         for (role, _), usages in found.items()
     ]
     return [each for each in measured if "rss_growth" in each]
-
-
-async def account(http: httpx.AsyncClient) -> dict[str, Any]:
-    """The server's own account after the last request, and its KV blocks."""
-    for _ in range(100):
-        text = (await http.get("/metrics")).text
-        if metric(text, "requests_in_flight") == 0:
-            break
-        await asyncio.sleep(0.2)
-    outcomes = {
-        name: int(metric(text, "request_outcomes_total", outcome=name))
-        for name in ("success", "error", "aborted", "rejected")
-    }
-    return {
-        "received": int(metric(text, "requests_received_total")),
-        "ended": int(metric(text, "request_outcomes_total")),
-        "in_flight": int(metric(text, "requests_in_flight")),
-        "kv_blocks_used": int(metric(text, "kv_cache_blocks", state="used")),
-        **outcomes,
-    }
 
 
 async def main() -> int:
