@@ -93,7 +93,8 @@ class Built:
     """A ready engine, its report, and its network, whose weights another engine may share.
 
     Each engine has its own network, kernels, thread pool and adapters: engines may run at the same
-    time in different threads. `close` ends the other ranks, which otherwise live as long as the engine.
+    time in different threads. `close` ends the other ranks and the grammar sandbox, which otherwise live
+    as long as the engine.
     """
 
     engine: Engine
@@ -225,14 +226,15 @@ def _build_engine(
         if rank.adapters is not None:
             rank.adapters.store.announce = followers.tell
         built = _finish(rank, source, log, requested_spec, followers)
-        return replace(built, close=_closing(ranks))
+        return replace(built, close=_closing(ranks, built.close))
 
 
-def _closing(ranks: Ranks) -> Callable[[], None]:
+def _closing(ranks: Ranks, close_rank: Callable[[], None]) -> Callable[[], None]:
     """Ends the ranks; does not keep them, since they also end with the engine."""
     found = weakref.ref(ranks)
 
     def close() -> None:
+        close_rank()
         ranks = found()
         if ranks is not None:
             ranks.close()
@@ -406,7 +408,7 @@ def _finish(
     )
     _tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
-    return Built(engine, report, weights)
+    return Built(engine, report, weights, rank.grammars.close)
 
 
 def _tune_garbage_collector() -> None:

@@ -234,6 +234,17 @@ def backend_of(llm: LLM) -> GrammarBackend:
     return llm.engine._scheduler.grammars._backend
 
 
+def test_the_sandbox_ends_with_its_llm(folder: Path) -> None:
+    """The garbage collector does not look at an engine, so the sandbox must not wait for it."""
+    llm = make(folder)
+    llm.generate("x", SamplingParams(max_tokens=2, structured_outputs={"regex": "[a-z]+"}))
+    made = backend_of(llm)._made
+    assert made is not None
+    assert made[0].pid is not None
+    del llm
+    assert made[0].pid is None
+
+
 @pytest.mark.parametrize("options", [{}, {"plain_kernels": True}, {"enforce_eager": True}])
 def test_requests_with_and_without_a_grammar_run_together(folder: Path, options: Any) -> None:
     llm = make(folder, **options)

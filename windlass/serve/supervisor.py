@@ -201,7 +201,7 @@ class EngineSupervisor:
                     process.resume()  # a stopped process dumps its stacks now
                     await asyncio.wait({ended}, timeout=_DUMP_S)
                     return f"{hung} and was killed"
-                if heartbeat.is_late and not was_late:
+                if heartbeat.is_late and not was_late and self._sleeping is None:
                     _log.error("%s; its stacks follow", hung)
                     process.dump_stacks()
                 was_late = heartbeat.is_late

@@ -19,6 +19,7 @@ from windlass.child_process import start_child
 from windlass.core.card import Choice
 from windlass.errors import EngineError, WorkerDied
 from windlass.serve.acceptor import accept_forever, accept_from
+from windlass.serve.health import Heartbeat
 from windlass.serve.http import messages
 from windlass.serve.http.broker import Broker
 from windlass.serve.http.link import Link
@@ -59,7 +60,7 @@ class _Worker:
         self.samples: Sequence[MetricSample] = ()
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
-        self.seen_at = time.monotonic()
+        self._heartbeat = Heartbeat(_HANG_S)
         self._syncs: dict[int, asyncio.Event] = {}
         with theirs, their_connections:
             self.process = multiprocessing.get_context("spawn").Process(
@@ -95,7 +96,7 @@ class _Worker:
         del self._syncs[number]
 
     def _on_frame(self, frame: bytes) -> None:
-        self.seen_at = time.monotonic()
+        self._heartbeat.heard()
         for message in messages.decode_from_worker(frame):
             match message:
                 case messages.Samples(samples):
@@ -115,8 +116,8 @@ class _Worker:
 
     def check(self) -> None:
         """Kill a worker that hangs."""
-        silent_s = time.monotonic() - self.seen_at
-        if self.link.num_unsent_bytes > _MAX_UNSENT_BYTES or silent_s > _HANG_S:
+        self._heartbeat.tick()
+        if self.link.num_unsent_bytes > _MAX_UNSENT_BYTES or self._heartbeat.is_late:
             _log.error("HTTP worker %d does not respond and is killed", self.index)
             self.process.kill()
 

@@ -52,6 +52,12 @@ class GrammarBackend:
             )
         return matcher
 
+    def close(self) -> None:
+        """End the sandbox's process. The next grammar starts another one."""
+        with self._lock:
+            if self._made is not None:
+                self._made[0].close()
+
     def _parts(self) -> tuple[Sandbox, LLTokenizer]:
         with self._lock:
             if self._made is None:

@@ -38,6 +38,8 @@ class Backend(Protocol):
 
     def build(self, grammar: str) -> LLMatcher: ...
 
+    def close(self) -> None: ...
+
 
 class _Job:
     """Work in its own thread. The engine's thread calls `apply`, the function that the work returns."""
@@ -123,6 +125,10 @@ class GrammarCompiler:
         self._num_changes = 0
         self._num_checks = 0
         self._num_refusals = 0
+
+    def close(self) -> None:
+        """End the sandbox. The next grammar starts another one."""
+        self._backend.close()
 
     # ---- called by the scheduler -------------------------------------------------------------
 
