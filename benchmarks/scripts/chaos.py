@@ -82,9 +82,10 @@ async def run(served: Served, http: httpx.AsyncClient, args: argparse.Namespace)
     accounted = await account(http)
     after = {role: Usage.of(pid) for role, pid in pids.items()}
     statuses += early_statuses
+    tally.outcomes.update(early.outcomes)
     return {
         "seconds": round(seconds, 1),
-        **dict(tally.outcomes + early.outcomes),
+        **dict(tally.outcomes),
         "malformed_statuses": {str(each): statuses.count(each) for each in sorted(set(statuses))},
         "account": accounted,
         **{
