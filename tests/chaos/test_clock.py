@@ -21,10 +21,13 @@ PACKAGE = Path(windlass.__file__).parent
 WALL_CLOCK = {
     "serve/batch/store.py": "records of files and batches, which outlive the process, and their expiry",
     "serve/console_routes.py": "times that the console shows",
+    "serve/keys.py": "the dates on which keys expire",
     "serve/openai_format.py": "the field `created`",
+    "serve/otel.py": "times of spans, from one offset to the monotonic clock",
     "serve/pooling.py": "the field `created`",
     "serve/responses_format.py": "the field `created_at`",
     "serve/services.py": "the time of the start, for /v1/models",
+    "serve/usage.py": "times of usage records",
 }
 
 
