@@ -85,7 +85,7 @@ async def run(served: Served, http: httpx.AsyncClient, args: argparse.Namespace)
     tally.outcomes.update(early.outcomes)
     return {
         "seconds": round(seconds, 1),
-        **dict(tally.outcomes),
+        **{str(outcome): count for outcome, count in tally.outcomes.items()},
         "malformed_statuses": {str(each): statuses.count(each) for each in sorted(set(statuses))},
         "account": accounted,
         **{
