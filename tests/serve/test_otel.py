@@ -22,7 +22,7 @@ from windlass.serve.services import _make_spans
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from windlass.serve.otel import endpoint_of
+from windlass.serve.otel import endpoint_of, without_password
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "00f067aa0ba902b7"
 ENGINE = ["queue", "prefill", "decode"]
@@ -282,6 +282,7 @@ def test_which_endpoint() -> None:
     assert endpoint_of(flag, {common: "http://b", traces: "http://c/t"}) == "http://c/t"
     assert endpoint_of(flag, {common: "http://b", "OTEL_TRACES_EXPORTER": "none"}) is None
     assert endpoint_of("http://a", {"OTEL_SDK_DISABLED": "true"}) is None
+    assert without_password("https://me:secret@a:1/x?y") == "https://a:1/x?y"
     with pytest.raises(ConfigError, match="must be the http or https URL"):
         endpoint_of("grpc://a:4317", {})
     with pytest.raises(ConfigError, match="exports http/protobuf"):

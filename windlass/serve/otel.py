@@ -82,11 +82,17 @@ def endpoint_of(flag: str | None, environment: Mapping[str, str]) -> str | None:
     return parts._replace(path=_TRACES_PATH).geturl() if parts.path in ("", "/") else url
 
 
+def without_password(url: str) -> str:
+    """A URL for the log: without user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 class _Exporter(SpanExporter):
     """Sends spans, and logs once that the collector fails, and once that it is back."""
 
     def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+        self._endpoint = without_password(endpoint)
         self._inner = OTLPSpanExporter(endpoint)
         self._is_failing = False
         self._reason = "no reason given"
@@ -95,10 +101,9 @@ class _Exporter(SpanExporter):
         logging.getLogger(_QUEUE_LOG).setLevel(logging.ERROR)  # it warns for each dropped span
 
     def _keep_reason(self, record: logging.LogRecord) -> bool:
-        if (
-            "due to timeout" not in record.getMessage()
-        ):  # repeats an earlier line without its reason
-            self._reason = record.getMessage()
+        message = record.getMessage()
+        if "due to timeout" not in message:  # that follows a line with the reason
+            self._reason = message
         return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -125,7 +130,7 @@ class RequestSpans:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("windlass", __version__)
         self._propagator = TraceContextTextMapPropagator()
-        _log.info("traces are exported to %s", endpoint)
+        _log.info("traces are exported to %s", without_password(endpoint))
 
     def export(self, report: RequestReport) -> str:
         """Queue the spans of a request; returns its trace id."""

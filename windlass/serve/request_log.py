@@ -107,7 +107,8 @@ class RequestReports:
         if self._spans is not None:
             report = replace(report, trace_id=self._spans.export(report))
         if self._config.value.logs_requests:
-            _log.info("%s", line_of(report), extra={"fields": fields_of(report)})
+            fields = fields_of(report)
+            _log.info("%s", line_of(fields), extra={"fields": fields})
 
     def close(self) -> None:
         """Report what still waits, and export the last spans."""
@@ -155,9 +156,8 @@ def fields_of(report: RequestReport) -> dict[str, Any]:
     }
 
 
-def line_of(report: RequestReport) -> str:
+def line_of(fields: dict[str, Any]) -> str:
     """The line in words. Texts that the client chose are quoted, and their control characters escaped."""
-    fields = fields_of(report)
     drafts = f", {fields['accepted_draft_tokens']} drafted" if fields["draft_tokens"] else ""
     parts = [
         f"{fields['path']}: {fields['status']} {fields['outcome']}: {fields.get('reason', '')}"
