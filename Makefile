@@ -10,9 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+AUDIT := .venv-audit
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-clients lint bench
+.PHONY: help serve test test-fast test-clients lint bench sbom audit
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +46,18 @@ lint: $(STAMP) ## Check style, format and types
 bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching --num-requests 8"
 	$(BIN)/windlass bench levers $(ARGS)
 	$(BIN)/windlass bench tables
+
+sbom: $(STAMP) ## Write sbom.json: the installed dependencies, as CycloneDX
+	$(BIN)/python -m windlass.tools.supply_chain sbom > sbom.json
+
+# Exit code 1: a dependency has a known vulnerability; 3: not all could be checked, for example without a network.
+audit: $(STAMP) $(AUDIT)/.installed ## Check the installed dependencies for known vulnerabilities
+	$(BIN)/python -m windlass.tools.supply_chain audit $(AUDIT)/bin/pip-audit
+
+$(AUDIT)/.installed:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --disable-pip-version-check pip-audit
+	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
