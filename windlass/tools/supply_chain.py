@@ -82,8 +82,8 @@ def _purl(name: str, each: Distribution) -> str:
 
 
 def _component(name: str, each: Distribution) -> dict[str, Any]:
-    metadata = each.metadata
-    licence = metadata.get("License-Expression") or metadata.get("License") or ""
+    fields = each.metadata.json
+    licence = str(fields.get("license_expression") or fields.get("license") or "")
     named = {"licenses": [{"license": {"name": licence.splitlines()[0]}}]} if licence else {}
     purl = _purl(name, each)
     return {
