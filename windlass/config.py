@@ -205,10 +205,31 @@ class SchedulerConfig:
     )
     max_batch_size: int = option(8, "Static batching: start when this many requests are queued.")
     max_wait_ms: float = option(50.0, "Static batching: start a smaller batch after this time.")
+    slo_tpot_ms: float | None = option(
+        None,
+        "Target of the time per output token: prompt tokens per step, running requests and draft tokens "
+        "are limited so that 99 % of the steps are shorter.",
+    )
+    slo_ttft_ms: float | None = option(
+        None,
+        "Target of the time to the first token: prompts that would miss it get longer steps, while running "
+        "requests have time to spare; see also --slo-admission.",
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_batch_size")
         at_least(self, 0, "long_prefill_token_threshold", "max_wait_ms")
+        for name in ("slo_tpot_ms", "slo_ttft_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ConfigError(f"{flag(name)} must be above 0, got {value}.")
+        if self.slo_tpot_ms is not None and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "--slo-tpot-ms needs chunked prefill, since it limits the prompt tokens of a step. Drop "
+                "--no-enable-chunked-prefill."
+            )
+        if self.slo_tpot_ms is not None and self.batching != "continuous":
+            raise ConfigError(f"--slo-tpot-ms does not work with --batching {self.batching}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +350,10 @@ class ServeConfig:
     )
     max_num_queued_tokens: int | None = option(
         None, "Maximum number of queued prompt tokens; more get 429.", live=True
+    )
+    slo_admission: bool = option(
+        False,
+        "Refuse requests with 429 whose predicted time to the first token exceeds --slo-ttft-ms.",
     )
     max_body_bytes: int = option(
         4 * 2**20, "Maximum size of a request body; a larger one gets 413.", live=True

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.config import ServeConfig
-from windlass.core.types import EngineStats
+from windlass.core.types import EngineStats, SloStats
 from windlass.errors import Overloaded, RequestError
 from windlass.serve.admission import AdmissionControl, Rates
 from windlass.serve.health import Backlog
@@ -84,3 +84,56 @@ def test_retry_after_has_bounds() -> None:
     assert rates.seconds_for(0, 1) == 60.0  # no progress
     rates.observe(11.0, 100, num_finished=5, restart=True)
     assert rates.seconds_for(0, 1) == 1.0  # idle: old samples are dropped
+
+
+def slo_admission(
+    backlog: Backlog, *, rate: float = 1000.0, hits: int = 0
+) -> tuple[AdmissionControl, list[str]]:
+    """Admission of an engine with a target of 0.5 s for the first token and four rows."""
+    reasons: list[str] = []
+    control, client = admission(backlog, reasons, slo_admission=True)
+    slo = SloStats(
+        ttft_s=0.5,
+        num_prompt_tokens=64,
+        num_running=4,
+        draft_length=None,
+        prompt_tokens_per_s=rate,
+        is_possible=True,
+        changes={},
+    )
+    stats = EngineStats(slo=slo, prefix_queries=100, prefix_hits=hits)
+    client.replicas = [SimpleNamespace(stats=stats)]
+    return control, reasons
+
+
+def test_a_request_that_would_miss_the_ttft_target_is_refused() -> None:
+    control, reasons = slo_admission(backlog(1, 1, tokens=400))
+    control.check(1, 90)
+    with pytest.raises(Overloaded, match=r"is 0\.60 s, 0\.40 s of it behind 2 requests, at 1,000"):
+        control.check(1, 200)
+    assert reasons == ["slo_ttft"]
+
+
+def test_a_prompt_that_is_late_by_itself_may_wait_as_long_as_the_target() -> None:
+    slo_admission(backlog(1, 1, tokens=400))[0].check(1, 5000)
+    with pytest.raises(Overloaded):
+        slo_admission(backlog(1, 1, tokens=600))[0].check(1, 5000)
+
+
+def test_the_usual_share_of_cached_tokens_takes_no_time() -> None:
+    slo_admission(backlog(1, 1, tokens=900), hits=90)[0].check(1, 900)
+
+
+def test_nothing_is_refused_before_a_step_was_measured() -> None:
+    slo_admission(backlog(4, 100, tokens=10**6), rate=0.0)[0].check(1, 1000)
+
+
+def test_requests_beyond_the_running_ones_wait_for_those_that_finish() -> None:
+    control, _ = slo_admission(backlog(4, 0))
+    for finished in (0, 2, 4):  # one request in half a second
+        control._client.num_finished = finished
+        control.observe(EngineStats(num_steps=1), EngineStats(num_steps=1))
+    control._client.backlog = backlog(4, 0)
+    control.check(1, 10)  # the clock of this test ticks once per call
+    with pytest.raises(Overloaded):
+        control.check(2, 10)

@@ -133,7 +133,7 @@ class KVAllocator:
         # too, that block is copied: a shared block is never written to.
         copy_last = num_cached * size >= num_tokens
         start = min(num_cached * size, num_tokens - 1)
-        count = limits.chunk(num_tokens - start, step.budget)
+        count = limits.chunk(num_tokens - start, step.room_for(num_tokens - start))
         num_free = pool.num_free - pool.num_free_among(cached.blocks)
         num_fresh = limits.blocks_for(start + count) - num_cached + copy_last
         need_all = sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from windlass.config import EngineConfig, Limits
@@ -12,7 +13,10 @@ from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
+from windlass.core.slo import SloController, SloTargets
 from windlass.core.speculation.planner import DraftPlanner
+
+_log = logging.getLogger("windlass.engine")
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -65,7 +69,22 @@ def make_scheduler(
         adapters=adapters,
         grammars=grammars,
         drafts=drafts,
+        slo=_slo(config, limits),
     )
+
+
+def _slo(config: EngineConfig, limits: Limits) -> SloController | None:
+    settings = config.scheduler
+    if settings.slo_ttft_ms is None and settings.slo_tpot_ms is None:
+        return None
+    targets = SloTargets(
+        ttft_s=None if settings.slo_ttft_ms is None else settings.slo_ttft_ms / 1000,
+        tpot_s=None if settings.slo_tpot_ms is None else settings.slo_tpot_ms / 1000,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        num_stages=config.parallel.pipeline_parallel_size,
+    )
+    return SloController(targets, _log.warning)
 
 
 def _gate(config: EngineConfig) -> Gate:

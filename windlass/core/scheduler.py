@@ -25,12 +25,14 @@ from windlass.core.limits import SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
+from windlass.core.slo import NoSlo, SloController
 from windlass.core.speculation.planner import DraftPlanner, NoDrafts
 from windlass.core.speculation.prediction import Predictions
 from windlass.core.step import Step, make_tuple
-from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, RequestTrace
+from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, SLO, TOKENS, RequestTrace
 from windlass.core.types import (
     NO_OPTIONS,
+    PROBE_PRIORITY,
     BlockId,
     EngineStats,
     FinishReason,
@@ -64,6 +66,7 @@ class Scheduler:
         adapters: Adapters | None = None,
         grammars: Grammars | None = None,
         drafts: DraftPlanner | NoDrafts | None = None,
+        slo: SloController | None = None,
     ) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
@@ -74,6 +77,7 @@ class Scheduler:
         self.grammars: Grammars = grammars or NoGrammars()
         self._drafts = drafts or NoDrafts()
         self._predictions = Predictions()
+        self._slo = slo or NoSlo()
         self._deadlines = Deadlines()
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         # Requests that failed, or ended at their deadline, while the last plan was made.
@@ -252,6 +256,7 @@ class Scheduler:
             num_cached_blocks=self._allocator.pool.num_cached,
             accepted_per_position=list(self._count.accepted_per_position),
             deadlines=dict(self._deadlines.num_ended),
+            slo=self._slo.stats,
             executors=dict(self._count.executors),
             refusals={name: dict(found) for name, found in self._count.refusals.items()},
         )
@@ -280,6 +285,7 @@ class Scheduler:
         self._drafts.trim(self._running, self._budget)
         if self._predictions:
             self._predictions.trim(self._running, self._limits.max_num_seqs)
+        step.prompt_budget, step.max_running, step.max_drafts = self._slo.limits(self._running, now)
         self._plan_running(step, now)
         if self._count.num_preemptions == num_before:
             self._plan_waiting(step, now)
@@ -323,7 +329,7 @@ class Scheduler:
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
-            chunk = self._limits.chunk(count, step.budget)
+            chunk = self._limits.chunk(count, step.room_for(count))
             if chunk == 0 or (chunk == count and not step.may_sample):
                 step.skip(request)
                 continue
@@ -349,6 +355,8 @@ class Scheduler:
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
+        if request.priority != PROBE_PRIORITY:
+            openings = min(openings, step.max_running - len(self._running))
         awaits_prefix, count, blockers = False, 1, set()
         while request is not None and openings > 0 and step.has_room and self._slots:
             if request.num_pending:  # preempted while its last sample is in flight
@@ -380,6 +388,9 @@ class Scheduler:
                 blocker = self.accounting.passed[-1][1]
             else:
                 blocker = blocker_of(request, openings, len(self._slots), count)
+                is_full = self._slots and len(self._running) >= step.max_running
+                if is_full or (blocker == TOKENS and step.prompt_budget <= 0 < step.budget):
+                    blocker = SLO
             self.accounting.block_queue(blocker, now)
 
     def _blocker(self, request: Request) -> int | None:
@@ -454,6 +465,7 @@ class Scheduler:
         outputs: list[Output] = []
         step, accounting = self._in_flight.popleft(), self.accounting
         unit = accounting.step(now, step)
+        self._slo.observe(step, unit * step.num_tokens)
         self._drafts.observe(step, plan=plan, result=result, now=now)
         rows = zip(step.members, plan.rows, result.rows, strict=True)
         for (request, generation), row, got in rows:

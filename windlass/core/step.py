@@ -48,6 +48,9 @@ class Step:
     budget: int
     began: float = 0.0  # when it was planned
     max_samples: int = 2**31
+    prompt_budget: int = 2**31  # rest of the prompt tokens that the SLO controller allows
+    max_running: int = 2**31
+    max_drafts: int = 2**31  # per row
     num_samples: int = 0  # rows that sample
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -60,7 +63,11 @@ class Step:
     @property
     def has_room(self) -> bool:
         """Whether a queued request may join."""
-        return self.budget > 0 and self.may_sample
+        return self.budget > 0 and self.prompt_budget > 0 and self.may_sample
+
+    def room_for(self, count: int) -> int:
+        """The rest of the budget for a row of `count` tokens."""
+        return self.budget if count == 1 else min(self.budget, self.prompt_budget)
 
     @property
     def may_sample(self) -> bool:
@@ -73,7 +80,7 @@ class Step:
             return ()
         room = request.room - request.planned - count
         max_drafts = min(self.budget - count, room, request.max_tokens - request.num_output - 1)
-        return request.drafts[: max(0, max_drafts)]
+        return request.drafts[: max(0, min(max_drafts, self.max_drafts))]
 
     def emit(self, request: Request, count: int, fresh: list[BlockId]) -> None:
         """Append a row and mark its tokens as in flight on the request.
@@ -98,6 +105,8 @@ class Step:
         else:
             self._add(row)
         self.budget -= count + len(drafts)
+        if count > 1:
+            self.prompt_budget -= count
         request.planned = end
         if start < request.num_prompt:
             request.timeline.num_chunks += 1

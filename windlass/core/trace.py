@@ -21,8 +21,9 @@ BLOCKERS = (
     "batch",  # static batching: the previous batch was running, or its own was not full
     "sample",  # preempted while its last sample was in flight
     "grammar",  # its grammar was being compiled
+    "slo",  # the SLO controller kept the steps short
 )
-SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR = range(len(BLOCKERS))
+SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR, SLO = range(len(BLOCKERS))
 NEXT_STEP = "next step"  # queued requests that arrived since the last plan have no blocker yet
 
 MAX_CHUNKS = 64

@@ -271,6 +271,19 @@ class ExpertStats:
     )  # of ranks with their own experts
 
 
+@dataclass(frozen=True, slots=True)
+class SloStats:
+    """The limits that the SLO controller sets now, and how often it has changed them."""
+
+    ttft_s: float | None  # the target
+    num_prompt_tokens: int  # per step
+    num_running: int
+    draft_length: int | None  # None: no limit
+    prompt_tokens_per_s: float  # expected; 0: not known yet
+    is_possible: bool  # whether the TPOT target can be met
+    changes: dict[str, int]
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of the engine after a step: current state, and counters since its start."""
@@ -304,6 +317,7 @@ class EngineStats:
     account: Account = Account()
     # Requests that ended at their deadline, by when: predicted, queued, prefill, decode.
     deadlines: dict[str, int] = field(default_factory=dict)
+    slo: SloStats | None = None  # None: no targets are set
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
         """Add the results of one step: the number of tokens per request."""

@@ -23,6 +23,7 @@ _MAX_WAIT_S = 60.0
 
 MAX_REQS = "max_num_queued_reqs"
 MAX_TOKENS = "max_num_queued_tokens"
+SLO_TTFT = "slo_ttft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ class Rates:
         # No progress in the window: the time is unknown, and long.
         estimates = [need * seconds / done if done else _MAX_WAIT_S for need, done in waits if need]
         return min(max(estimates, default=_MIN_WAIT_S), _MAX_WAIT_S)
+
+    @property
+    def request_s(self) -> float:
+        """Seconds between two requests that finish; 0 without data."""
+        if not self._samples or self._samples[-1].num_finished == self._samples[0].num_finished:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last.at - first.at) / (last.num_finished - first.num_finished)
 
 
 class Admission(Protocol):
@@ -134,6 +143,38 @@ class AdmissionControl:
             over = backlog.num_tokens + num_tokens - max_tokens
             if over > 0:
                 self._refuse(MAX_TOKENS, f"{max_tokens} prompt tokens", num_tokens=over)
+        if config.slo_admission:
+            self._check_ttft(backlog, num_requests, num_tokens)
+
+    def _check_ttft(self, backlog: Backlog, num_requests: int, num_tokens: int) -> None:
+        """Raise Overloaded if requests ahead would make the first token later than --slo-ttft-ms.
+
+        A prompt that alone takes longer is accepted if it waits no longer than the target.
+        """
+        stats = [each.stats for each in self._client.replicas]
+        found = [each.slo for each in stats if each.slo is not None]
+        tokens_per_s = sum(each.prompt_tokens_per_s for each in found)
+        if not tokens_per_s or found[0].ttft_s is None:  # nothing was measured yet
+            return
+        target_s = found[0].ttft_s
+        # Which tokens are cached is known only to the engine: assume the usual share.
+        num_queries = max(1, sum(each.prefix_queries for each in stats))
+        uncached = 1 - sum(each.prefix_hits for each in stats) / num_queries
+        own_s = uncached * num_tokens / tokens_per_s
+        wait_s = uncached * backlog.num_tokens / tokens_per_s
+        num_present = backlog.num_running + backlog.num_waiting + backlog.num_unseen
+        num_over = num_present + num_requests - sum(each.num_running for each in found)
+        wait_s += self._rates.request_s * max(0, num_over)
+        excess_s = wait_s - target_s if own_s > target_s else wait_s + own_s - target_s
+        if excess_s > 0:
+            self._on_reject(SLO_TTFT)
+            raise Overloaded(
+                f"the predicted time to the first token is {wait_s + own_s:.2f} s, {wait_s:.2f} s of it "
+                f"behind {num_present} requests, at {tokens_per_s:,.0f} prompt tokens per second; the "
+                f"server promises {target_s:g} s (--slo-ttft-ms). Try again in about "
+                f"{max(_MIN_WAIT_S, excess_s):.0f} s.",
+                max(_MIN_WAIT_S, min(excess_s, _MAX_WAIT_S)),
+            )
 
     def _refuse(
         self, reason: str, limit: str, *, num_tokens: int = 0, num_requests: int = 0

@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from windlass.core.card import EngineReport
 from windlass.core.trace import BLOCKERS, NEXT_STEP
-from windlass.core.types import AdapterStats, EngineStats, ExpertStats, GrammarStats
+from windlass.core.types import AdapterStats, EngineStats, ExpertStats, GrammarStats, SloStats
 from windlass.serve.vllm_metrics import PREFIX
 
 T = TypeVar("T", bound=MetricWrapperBase)
@@ -81,6 +81,7 @@ class EngineMetrics:
         self._expert_metrics()
         self._adapter_metrics()
         self._grammar_metrics()
+        self._slo_metrics()
 
     def _process_metrics(self) -> None:
         self.up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
@@ -191,6 +192,20 @@ class EngineMetrics:
         )
         self._lora_info = _Info(info, self._labels)
 
+    def _slo_metrics(self) -> None:
+        self._slo_limits = self._gauges(
+            "slo_limit", "Limits that the SLO controller sets now, per step.", "limit"
+        )
+        self._slo_changes = self._labelled(
+            "slo_limit_changes", "Changes of limits by the SLO controller.", "reason"
+        )
+        self._slo_rate = self._gauges(
+            "slo_prompt_tokens_per_second", "Prompt tokens per second within the current limits."
+        )
+        self._slo_possible = self._gauges(
+            "slo_tpot_possible", "1 if the TPOT target can be met, 0 if not even by short steps."
+        )
+
     def _grammar_metrics(self) -> None:
         self._grammars = self._gauge("grammars", "Grammars of structured outputs in the cache.")
         self._grammar_bytes = self._gauge("grammar_bytes", "Memory of compiled grammars.")
@@ -277,6 +292,8 @@ class EngineMetrics:
         for phase, count in stats.deadlines.items():
             added = count - last.deadlines.get(phase, 0)
             self._deadlines.labels(*self._labels, phase).inc(added)
+        if stats.slo is not None:
+            self._observe_slo(stats.slo, last.slo)
         if stats.num_drafts > last.num_drafts:
             self._observe_drafts(stats, last)
         if stats.adapters is not None:
@@ -298,6 +315,18 @@ class EngineMetrics:
             for reason, count in reasons.items():
                 added = count - before.get(reason, 0)
                 self._executor_refusals.labels(*self._labels, name, reason).inc(added)
+
+    def _observe_slo(self, stats: SloStats, last: SloStats | None) -> None:
+        limits = {"prompt_tokens": stats.num_prompt_tokens, "running": stats.num_running}
+        if stats.draft_length is not None:
+            limits["draft_tokens"] = stats.draft_length
+        for name, value in limits.items():
+            self._slo_limits.labels(*self._labels, name).set(value)
+        self._slo_rate.labels(*self._labels).set(stats.prompt_tokens_per_s)
+        self._slo_possible.labels(*self._labels).set(stats.is_possible)
+        before = {} if last is None else last.changes
+        for reason, count in stats.changes.items():
+            self._slo_changes.labels(*self._labels, reason).inc(count - before.get(reason, 0))
 
     def _observe_experts(self, stats: ExpertStats) -> None:
         for layer, value in stats.expert_imbalance.items():

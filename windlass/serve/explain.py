@@ -191,6 +191,7 @@ def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineRe
         "prefix, which avoided computing it twice",
         "batch": "were spent waiting for its batch to start (--batching)",
         "sample": f"were spent waiting to resume{preemptions}",
+        "slo": f"were spent waiting behind {ahead}, since --slo-tpot-ms keeps steps short",
         "grammar": "were spent waiting for its grammar to be compiled",
         "step": "were spent waiting for the step that was running when the request arrived",
     }

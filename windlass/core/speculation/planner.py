@@ -110,7 +110,7 @@ class DraftPlanner:
         if self._unseen and (allowed or step.verifies):
             self._admit_unseen()
         is_idle = not allowed or governor.pass_idle_step(num_rows)
-        length = 0 if is_idle else self._draft_length(step)
+        length = 0 if is_idle else min(self._draft_length(step), step.max_drafts)
         report = allowed and bool(self._unreported)
         if not length and not report:
             return _VERIFY if step.verifies else NO_OPTIONS

@@ -60,10 +60,22 @@ PAGES = (
     "docs/planning.md",
     "docs/quantisation.md",
     "docs/serving.md",
+    "docs/slo.md",
     "docs/speculation.md",
 )
 _TABLE = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS: dict[str, Columns] = {
+    "slo-control": {
+        "controller": "targets",
+        "requests": "requests",
+        "number": "number",
+        "ttft_p50_ms/ttft_p99_ms": "TTFT p50 / p99 ms",
+        "tpot_p50_ms/tpot_p99_ms": "TPOT p50 / p99 ms",
+        "itl_p50_ms/itl_p99_ms": "ITL p50 / p99 ms",
+        "good": "within both targets",
+        "goodput": "of these per second",
+        "tok_s": "output tok/s",
+    },
     "http-rate": {
         "model": "model",
         "clients": "clients",
