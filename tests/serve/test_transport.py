@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -148,6 +149,16 @@ def test_bodies_share_a_budget() -> None:
         assert num_cut(server, "body_memory") == 1
 
 
+def test_http_workers_share_the_budget_of_bodies() -> None:
+    limits = {"max_body_bytes": MIB, "max_buffered_body_bytes": 4 * MIB}
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 900000\r\n\r\n"
+    with running(http_workers=2, **limits) as server, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(server.url)) for _ in range(6)]
+        for client in clients:  # three for each worker, which has room for two
+            client.send(head + b"a" * 800_000)
+        wait_until(lambda: num_cut(server, "body_memory") == 2)
+
+
 def test_pipelined_requests_have_a_limit(server: Server) -> None:
     with RawClient(server.url) as client:
         slow = {"prompt": "SLOW", "max_tokens": 500, "stream": True}
@@ -244,9 +255,10 @@ def long_responses(**options: object) -> Iterator[Server]:
     [
         ({"write_timeout": 0.3, "max_stream_buffer_bytes": 1 << 30}, "write_timeout"),
         ({"write_timeout": 3600.0, "max_stream_buffer_bytes": 65536}, "stream_buffer"),
+        ({"max_stream_buffer_bytes": 65536, "http_workers": 2}, "stream_buffer"),
     ],
 )
-def test_an_unread_stream_is_cut(options: dict[str, float], reason: str) -> None:
+def test_an_unread_stream_is_cut(options: dict[str, Any], reason: str) -> None:
     with long_responses(**options) as server, RawClient(server.url, receive_buffer=4096) as client:
         client.send(post(TEXT, FLOOD))
         client.read_until(b"data: ")

@@ -51,12 +51,13 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, config: ServeConfig, max_connections: int) -> ConnectionLimits:
+        share = config.max_buffered_body_bytes // max(1, config.http_workers)
         return cls(
             max_connections=max_connections,
             max_url_bytes=config.max_url_bytes,
             max_header_bytes=config.max_header_bytes,
             max_header_fields=config.max_header_fields,
-            max_buffered_body_bytes=config.max_buffered_body_bytes,
+            max_buffered_body_bytes=max(share, config.max_body_bytes),
             header_timeout=config.header_timeout,
             body_timeout=config.body_timeout,
             write_timeout=config.write_timeout,
