@@ -130,10 +130,9 @@ def test_nothing_is_refused_before_a_step_was_measured() -> None:
 
 def test_requests_beyond_the_running_ones_wait_for_those_that_finish() -> None:
     control, _ = slo_admission(backlog(4, 0))
-    for finished in (0, 2, 4):  # one request in half a second
+    for finished in (0, 3, 6):  # in the two seconds of three calls: one in a third of a second
         control._client.num_finished = finished
         control.observe(EngineStats(num_steps=1), EngineStats(num_steps=1))
-    control._client.backlog = backlog(4, 0)
-    control.check(1, 10)  # the clock of this test ticks once per call
+    control.check(1, 10)
     with pytest.raises(Overloaded):
         control.check(2, 10)
