@@ -90,7 +90,8 @@ def serve(args: argparse.Namespace, flags: list[str], streams: Times, long: Time
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "windlass.cli", "serve", args.model, "--port", str(port)]
-    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as server:
+    command += ["--num-threads", str(args.num_threads), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             next(line for line in server.stdout if "serves at" in line)
@@ -127,6 +128,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--slo-tpot-ms", type=float, default=60.0)
     parser.add_argument("--slo-ttft-ms", type=float, default=3000.0)
+    parser.add_argument("--num-threads", type=int, default=-1)
+    parser.add_argument("--notes", default="")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     modes = {
@@ -148,8 +151,10 @@ def main() -> None:
     if args.output is not None:
         import torch  # noqa: F401  # the record names its GPU
 
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        Record(name="slo-control", settings=settings, rows=rows).save(args.output)
+        settings = {
+            name: value for name, value in vars(args).items() if name not in ("output", "notes")
+        }
+        Record(name="slo-control", settings=settings, rows=rows, notes=args.notes).save(args.output)
 
 
 if __name__ == "__main__":
