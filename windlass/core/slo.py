@@ -257,7 +257,7 @@ class SloController:
             return
         settled = []
         for name, new, old in zip(_NAMES, wanted, self._limits, strict=True):
-            if new < old or new >= _HYSTERESIS * old or old == 0 < new:
+            if new < old or new >= _HYSTERESIS * old:
                 settled.append(new)
                 if new != old and old != _UNLIMITED:
                     self._count(f"{name}_lowered_for_tpot" if new < old else f"{name}_raised")
