@@ -374,7 +374,11 @@ def _finish(
     ]
     with log.phase("speculation"):
         runner, drafts, choice = _start_speculation(
-            rank.speculation, made=made, limits=limits, requested=requested_spec
+            rank.speculation,
+            made=made,
+            limits=limits,
+            requested=requested_spec,
+            enabled=rank.config.speculation.spec_enabled,
         )
     log.choices.append(choice)
     scheduler = make_scheduler(
@@ -661,7 +665,12 @@ class _NoSpeculation:
 
 
 def _start_speculation(
-    setup: SpeculationSetup | _NoSpeculation, *, made: Assembled, limits: Limits, requested: str
+    setup: SpeculationSetup | _NoSpeculation,
+    *,
+    made: Assembled,
+    limits: Limits,
+    requested: str,
+    enabled: bool,
 ) -> tuple[Runner | SpeculativeRunner, DraftPlanner | None, Choice]:
     """The runner, with a proposer if there is one, and what decides on drafts for the scheduler."""
     if isinstance(setup, _NoSpeculation):
@@ -670,6 +679,8 @@ def _start_speculation(
     drafts = None
     if started.facts is not None:
         drafts = make_draft_planner(started.facts, setup.check_costs)
+        if not enabled:
+            drafts.cap(0)
     return started.runner, drafts, started.choice
 
 

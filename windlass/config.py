@@ -41,6 +41,7 @@ ProfileName = Literal["chat", "batch", "hybrid"]
 AUTO = -1  # for integers: the engine chooses the value and reports the reason
 MAX_THREADS = 1024
 MAX_HTTP_WORKERS = 64
+_MAX_TIMEOUT_S = 1e7  # about 115 days; timers cannot wait much longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +181,10 @@ class SchedulerConfig:
         "Starting point: chat (latency), batch (throughput), hybrid; "
         "default: hybrid on a GPU, short steps on a CPU.",
     )
-    max_num_seqs: int | None = option(None, "Maximum number of running requests.")
-    max_num_batched_tokens: int | None = option(None, "Maximum number of tokens per step.")
+    max_num_seqs: int | None = option(None, "Maximum number of running requests.", live=True)
+    max_num_batched_tokens: int | None = option(
+        None, "Maximum number of tokens per step.", live=True
+    )
     long_prefill_token_threshold: int = option(
         0, "Maximum prompt tokens of one request per step; 0: all tokens of the step."
     )
@@ -417,14 +420,19 @@ class ServeConfig:
         120.0,
         "Seconds without a heartbeat until the engine process counts as hung; it is killed and "
         "restarted after 1.5 times this. 0: never.",
+        live=True,
     )
     retry_on_restart: bool = option(
         False,
         "When the engine dies, run requests of which the client has seen nothing once more in the "
         "restarted engine, instead of a 503 at once.",
+        live=True,
     )
     log_format: Literal["text", "json"] = option(
         "text", "Format of the log; json: one object per line."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe lines of the log.", live=True
     )
     log_stats_interval: float = option(
         10.0,
@@ -489,6 +497,11 @@ class ServeConfig:
         at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         at_least(self, 1, "stream_interval")
         at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
+        for name in ("shutdown_timeout", "hang_timeout"):
+            if getattr(self, name) > _MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{flag(name)} must be at most {_MAX_TIMEOUT_S:g}, got {getattr(self, name):g}."
+                )
         at_least(self, 0, "log_stats_interval")
         self._check_transport()
         for key in self.api_key:

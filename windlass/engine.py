@@ -15,6 +15,7 @@ from typing import Protocol
 from windlass.core.adapters import Adapters
 from windlass.core.card import MemoryReport
 from windlass.core.expert_load import ExpertLoadMonitor
+from windlass.core.limits import EngineCaps
 from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
 from windlass.core.trace import RequestTrace
@@ -158,6 +159,10 @@ class Engine:
     def adapters(self) -> Adapters:
         """The registered adapters. Load and unload them through this object."""
         return self._scheduler.adapters
+
+    def set_caps(self, caps: EngineCaps) -> None:
+        """Change the limits of the next steps."""
+        self._scheduler.set_caps(caps)
 
     def reset_prefix_cache(self) -> int:
         """Drop cached blocks that no request uses. Returns their number."""

@@ -39,6 +39,9 @@ class SpecConfig:
         "for drafting, auto chooses. The output stays the same.",
         "--spec-method",
     )
+    spec_enabled: bool = option(
+        True, "Make draft tokens; --no-spec-enabled loads the method without using it.", live=True
+    )
     spec_model: str | None = option(
         None,
         "Draft model with the same vocabulary, or medusa or eagle head: folder, hub id, or .gguf "
@@ -48,6 +51,7 @@ class SpecConfig:
         None,
         "Maximum draft tokens per request and step, 1 to 64; default: 8, draft 5, self and eagle "
         "4, medusa and mtp 3.",
+        live=True,
     )
     spec_alternatives: int = option(
         0,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, counting
 from tests.serve.raw import RawClient, get, post, status_of
+from tests.serve.tiny_model import serving, write_tiny_model
 from windlass.cli.main import app
 from windlass.config import flag
 from windlass.serve.config_admin import LIVE
@@ -48,6 +52,14 @@ def server(folder: Path) -> Iterator[Server]:
         sources=sources,
     ) as server:
         server.http.headers["Connection"] = "close"  # its own connections would hit the limits
+        yield server
+
+
+@pytest.fixture(scope="module")
+def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a real tiny model with n-gram speculation."""
+    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    with serving(model, serve={"admin_key": (ADMIN,)}, spec="ngram", spec_tokens=4) as server:
         yield server
 
 
@@ -303,6 +315,97 @@ def _allowed_origins(server: Server) -> None:
     assert server.http.get("/version", headers=headers).status_code == 403
 
 
+def _queue(server: Server) -> tuple[int, int]:
+    """Running and queued requests of the first engine."""
+    stats = server.client.replicas[0].stats
+    return stats.num_running, stats.num_waiting
+
+
+def _max_num_seqs(server: Server) -> None:
+    with changed(server, max_num_seqs=1), streaming(server, n=3):
+        wait_until(lambda: _queue(server) == (1, 2))
+        assert server.client.max_num_seqs == 1
+        assert patch(server, {"max_num_seqs": None}).status_code == 200
+        wait_until(lambda: _queue(server) == (3, 0))
+        assert patch(server, {"max_num_seqs": 1}).status_code == 200
+        assert _queue(server) == (3, 0)  # requests that run go on
+
+
+def _num_steps(server: Server, prompt: str) -> int:
+    """The steps that a request takes alone."""
+    wait_until(lambda: _queue(server) == (0, 0))
+    before = server.client.replicas[0].stats.num_steps
+    server.complete(prompt=prompt, max_tokens=1)
+    wait_until(lambda: server.client.replicas[0].stats.num_steps > before)
+    wait_until(lambda: _queue(server) == (0, 0))
+    return server.client.replicas[0].stats.num_steps - before
+
+
+def _max_num_batched_tokens(server: Server) -> None:
+    assert _num_steps(server, "a" * 640) < 10
+    with changed(server, max_num_batched_tokens=64):
+        assert _num_steps(server, "b" * 640) >= 10
+
+
+def _drafts(server: Server) -> tuple[float, float]:
+    """Drafts and draft tokens of a request."""
+    names = ("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total")
+    before = [server.metric(name) for name in names]
+    server.complete(prompt="ab" * 20, max_tokens=100, ignore_eos=True, temperature=0)
+    wait_until(lambda: _queue(server) == (0, 0))
+    drafts, tokens = (server.metric(name) - b for name, b in zip(names, before, strict=True))
+    return drafts, tokens
+
+
+def _spec_enabled(server: Server) -> None:
+    assert _drafts(server)[0] > 0
+    with changed(server, spec_enabled=False):
+        assert _drafts(server) == (0, 0)
+    assert _drafts(server)[0] > 0
+
+
+def _spec_tokens(server: Server) -> None:
+    with changed(server, spec_tokens=1):
+        drafts, tokens = _drafts(server)
+        assert tokens == drafts > 0
+
+
+def _log_level(server: Server) -> None:
+    logger, level = logging.getLogger("windlass"), logging.getLogger("windlass").level
+    with changed(server, log_level="error"):
+        assert not logging.getLogger("windlass.serve").isEnabledFor(logging.WARNING)
+    logger.setLevel(level)
+    del os.environ["WINDLASS_LOG_LEVEL"]
+
+
+def _hang_timeout(server: Server) -> None:
+    """A step that would hang for an hour ends the engine at once."""
+    del server
+    with running(counting(Options()), admin_key=(ADMIN,), hang_timeout=3600.0) as other:
+        assert patch(other, {"hang_timeout": 0.2}).status_code == 200
+        assert other.complete(prompt="HANG").status_code == 503
+
+
+def _retry_on_restart(server: Server) -> None:
+    """Requests survive a kill -9 of the engine, and the new engine has the live settings."""
+    del server
+    with running(counting(Options()), admin_key=(ADMIN,)) as other, ThreadPoolExecutor(1) as pool:
+        assert patch(other, {"retry_on_restart": True, "max_num_seqs": 1}).status_code == 200
+        answer = pool.submit(other.complete, prompt="SLOW", max_tokens=20)
+        wait_until(lambda: _queue(other) == (1, 0))
+        _kill_engine(other)
+        assert answer.result().status_code == 200
+        with streaming(other, n=3):
+            wait_until(lambda: _queue(other) == (1, 2))
+
+
+def _kill_engine(server: Server, replica: int = 0) -> None:
+    pid = server.client.replicas[replica].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: server.client.replicas[replica].pid not in (None, pid))
+
+
 def _shutdown_timeout(server: Server) -> None:
     """A server that would wait for an hour ends at once."""
     del server
@@ -324,7 +427,10 @@ EFFECTS: dict[str, Callable[[Server], None]] = {
 
 
 @pytest.mark.parametrize("name", sorted(LIVE))
-def test_every_live_setting_has_its_effect_without_a_restart(server: Server, name: str) -> None:
+def test_every_live_setting_has_its_effect_without_a_restart(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    server = request.getfixturevalue("speculating" if name.startswith("spec_") else "server")
     assert name in EFFECTS, f"{name} is marked live: add a function _{name} that proves its effect"
     pids = [each.pid for each in server.client.replicas]
     EFFECTS[name](server)
@@ -349,6 +455,11 @@ def test_every_live_setting_has_its_effect_without_a_restart(server: Server, nam
         ({"max_num_queued_req": 8}, "max_num_queued_req", "Did you mean 'max_num_queued_reqs'?"),
         ({"max_body_bytes": 2**30}, "max_body_bytes", "--max-buffered-body-bytes (268435456)"),
         ({"max-url-bytes": 8, "max_url_bytes": 9}, "max_url_bytes", "given twice"),
+        ({"max_num_seqs": 65}, "max_num_seqs", "between 1 and 64"),
+        ({"max_num_seqs": 0}, "max_num_seqs", "at least 1, got 0"),
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens", "below --max-num-seqs (64)"),
+        ({"spec_enabled": False}, "spec_enabled", "does nothing without speculation"),
+        ({"hang_timeout": 1e300}, "hang_timeout", "must be at most 1e+07, got 1e+300"),
         ({"version": "1"}, "version", "must be a number"),
         ([], None, "must be a JSON object"),
     ],
@@ -465,6 +576,20 @@ def test_docs_and_help_name_every_live_setting() -> None:
     marked = {each.split()[0].strip(",") for each in options if "[live]" in " ".join(each.split())}
     assert marked == {flag(name) for name in LIVE}
     assert "[live]" not in CliRunner().invoke(app, ["generate", "--help"]).output
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+def test_all_engines_have_the_change_also_after_kill_9() -> None:
+    with running(counting(Options()), num_replicas=2, admin_key=(ADMIN,)) as server:
+        assert patch(server, {"max_num_seqs": 1}).status_code == 200
+        assert server.client.max_num_seqs == 2
+        _kill_engine(server, 1)
+        with streaming(server, n=6):
+            stats = lambda: [each.stats for each in server.client.replicas]  # noqa: E731
+            wait_until(lambda: sum(each.num_waiting for each in stats()) == 4)
+            assert [each.num_running for each in stats()] == [1, 1]
 
 
 # ---- HTTP workers --------------------------------------------------------------------------------

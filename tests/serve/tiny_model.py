@@ -67,5 +67,5 @@ def serving(
     config = EngineConfig.of(model=str(folder), **options)
     opened = open_model(config)
     (build,) = build_replicas(config, opened.source)
-    with running(build=build, card=opened.card, **(serve or {})) as server:
+    with running(build=build, card=opened.card, engine=config, **(serve or {})) as server:
         yield server

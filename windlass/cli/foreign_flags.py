@@ -209,7 +209,7 @@ _CODE = "Windlass never runs code that comes with a model or is named on the com
 _KERNELS = "kernels are chosen for the device; windlass inspect shows which, and why."
 _GRAPHS = "sizes of captured graphs are chosen from --max-num-seqs; --enforce-eager captures none."
 _TEXT_ONLY = "models have text inputs only."
-_LOGGED = "the log of a server has one level; --enable-log-requests adds a line per request."
+_LOGGED = "--log-level sets the level of a server's log, and --enable-log-requests adds a line per request."
 _ONE_GPU = "choose GPUs with CUDA_VISIBLE_DEVICES."
 _WHOLE = "the whole model is on one kind of device; --device cpu uses no GPU."
 _DISAGGREGATED = "prefill and decode run in one engine; KV blocks are not sent to other servers."
@@ -727,7 +727,7 @@ _SERVER_FLAGS = (
         _LOGGED,
     ),
     _ignored(
-        "--log-level --uvicorn-log-level --log-level-http --log-requests-level --max-log-len --log-config-file --verbosity -lv --decode-log-interval",
+        "--uvicorn-log-level --log-level-http --log-requests-level --max-log-len --log-config-file --verbosity -lv --decode-log-interval",
         f"{VLLM}, {SGLANG}, {LLAMA}",
         "value",
         _LOGGED,

@@ -24,7 +24,7 @@ def serve(options: Options) -> int:
 
     Options marked [live] can change while the server runs: see PATCH /admin/config.
     """
-    start_logging(options.values.get("log_format", "text"))
+    start_logging(options.values.get("log_format", "text"), options.values.get("log_level", "info"))
     for note in options.notes:
         _log.info(note)
     _log.info("starting with %s", options.model)

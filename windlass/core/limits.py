@@ -10,6 +10,25 @@ from windlass.errors import CapacityError, ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCaps:
+    """Limits of a running engine, at most those it was built with; None: as it was built."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_draft_tokens: int | None = None  # per request and step; 0: no drafts
+
+
+def check_whole_prompts_fit(max_num_batched_tokens: int, max_model_len: int) -> None:
+    """Raise ConfigError if a prompt that is not split into chunks may be longer than a step."""
+    if max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill a whole prompt must fit one step: raise "
+            f"--max-num-batched-tokens ({max_num_batched_tokens}) to --max-model-len "
+            f"({max_model_len}), lower the latter, or drop --no-enable-chunked-prefill."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Fixed when the engine is built."""
 
@@ -27,12 +46,8 @@ class SchedulerLimits:
     num_stages: int = 1  # pipeline stages: so many plans may be in flight
 
     def __post_init__(self) -> None:
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill a whole prompt must fit one step: raise "
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) to --max-model-len "
-                f"({self.max_model_len}), lower the latter, or drop --no-enable-chunked-prefill."
-            )
+        if not self.chunked_prefill:
+            check_whole_prompts_fit(self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def block_size(self) -> int:

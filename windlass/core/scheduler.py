@@ -21,7 +21,7 @@ from windlass.core.blocks import BlockPool
 from windlass.core.deadlines import Deadlines, Rates
 from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.kv_allocator import CachedPrefix, KVAllocator
-from windlass.core.limits import SchedulerLimits
+from windlass.core.limits import EngineCaps, SchedulerLimits
 from windlass.core.memory import BlockUse
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
@@ -91,6 +91,8 @@ class Scheduler:
         self._budget = (
             limits.max_num_batched_tokens
         )  # tokens per step; halved after running out of memory
+        self._max_budget = self._budget
+        self._max_running = limits.max_num_seqs
         self._num_arrivals = 0
         self._count = EngineStats()
         self.accounting = StepAccounting()
@@ -217,6 +219,19 @@ class Scheduler:
             if failure.request_id in self._requests
         ]
 
+    def set_caps(self, caps: EngineCaps) -> None:
+        """Lower limits, or raise them again. Requests that run go on, also above the new limit."""
+        limits = self._limits
+        self._max_running = min(caps.max_num_seqs or limits.max_num_seqs, limits.max_num_seqs)
+        max_tokens = limits.max_num_batched_tokens
+        self._max_budget = min(caps.max_num_batched_tokens or max_tokens, max_tokens)
+        self._drafts.cap(caps.max_draft_tokens)
+
+    @property
+    def _num_free_slots(self) -> int:
+        """Queued requests that may start."""
+        return max(0, min(len(self._slots), self._max_running - len(self._running)))
+
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -273,7 +288,8 @@ class Scheduler:
             num_pending=sum(step.num_samples for step in self._in_flight),
             num_plans=len(self._in_flight),
         )
-        step = Step(plan, self._limits, self._budget, began=now, max_samples=max_samples)
+        budget = min(self._budget, self._max_budget)
+        step = Step(plan, self._limits, budget, began=now, max_samples=max_samples)
         num_before = self._count.num_preemptions
         accounting = self.accounting
         if not self._running and not self._in_flight:
@@ -282,7 +298,7 @@ class Scheduler:
         self.adapters.begin()
         self.grammars.begin()
         self.failed = self._end_late(now) if self._deadlines else []
-        self._drafts.trim(self._running, self._budget)
+        self._drafts.trim(self._running, budget)
         if self._predictions:
             self._predictions.trim(self._running, self._limits.max_num_seqs)
         step.prompt_budget, step.max_running, step.max_drafts = self._slo.limits(self._running, now)
@@ -291,7 +307,7 @@ class Scheduler:
             self._plan_waiting(step, now)
         else:
             accounting.block_queue(BLOCKS, now)
-        num_tokens = step.close(self._budget)
+        num_tokens = step.close(budget)
         if not plan.rows:
             return plan
         plan.freed.extend(self._freed)
@@ -309,7 +325,7 @@ class Scheduler:
     @property
     def num_pending_admissions(self) -> int:
         """Queued requests that are likely to join the step after the last plan."""
-        return min(len(self._slots), self.accounting.num_ready(len(self._waiting)))
+        return min(self._num_free_slots, self.accounting.num_ready(len(self._waiting)))
 
     def _plan_running(self, step: Step, now: float) -> None:
         max_pending = self._limits.max_pending
@@ -358,7 +374,7 @@ class Scheduler:
         if request.priority != PROBE_PRIORITY:
             openings = min(openings, step.max_running - len(self._running))
         awaits_prefix, count, blockers = False, 1, set()
-        while request is not None and openings > 0 and step.has_room and self._slots:
+        while request is not None and openings > 0 and step.has_room and self._num_free_slots:
             if request.num_pending:  # preempted while its last sample is in flight
                 break
             blocker = self._blocker(request)
@@ -387,8 +403,8 @@ class Scheduler:
             if request is None:  # all were passed over
                 blocker = self.accounting.passed[-1][1]
             else:
-                blocker = blocker_of(request, openings, len(self._slots), count)
-                is_full = self._slots and len(self._running) >= step.max_running
+                blocker = blocker_of(request, openings, self._num_free_slots, count)
+                is_full = self._num_free_slots and len(self._running) >= step.max_running
                 if is_full or (blocker == TOKENS and step.prompt_budget <= 0 < step.budget):
                     blocker = SLO
             self.accounting.block_queue(blocker, now)

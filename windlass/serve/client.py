@@ -90,6 +90,7 @@ class EngineClient:
         self._router: PrefixRouter | None = None  # None: there is one replica
         self._quarantine = Quarantine()
         self._retry_on_restart = retry_on_restart
+        self._settings: messages.Configure | None = None  # None: as the engines were built
         self._waiting: dict[str, messages.Add] = {}  # until an engine is up again, by request id
         self.adapters = AdapterRegistry()
         self.num_finished = 0
@@ -146,7 +147,16 @@ class EngineClient:
         for replica in self.replicas:
             replica.supervisor.kill()
 
+    def configure(self, settings: messages.Configure, retry_on_restart: bool) -> None:
+        """Change settings of all engines, also of those that are restarted later."""
+        self._settings = settings
+        self._retry_on_restart = retry_on_restart
+        for replica in self.replicas:
+            replica.configure(settings)
+
     def on_ready(self, replica: Replica, report: EngineReport) -> None:
+        if self._settings is not None:  # before any request
+            replica.configure(self._settings)
         for change in self.adapters.sync_after_start(report.adapters):
             replica.send_change(change)
         max_blocks = report.capacity.num_blocks if report.prefix_caching else 0
@@ -516,7 +526,9 @@ class EngineClient:
     @property
     def max_num_seqs(self) -> int:
         """Requests that all replicas together run at once."""
-        return sum(each.report.max_num_seqs for each in self._restartable)
+        cap = None if self._settings is None else self._settings.caps.max_num_seqs
+        own = (each.report.max_num_seqs for each in self._restartable)
+        return sum(each if cap is None else min(cap, each) for each in own)
 
     @property
     def num_in_flight(self) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +21,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from windlass.config import EngineConfig, ServeConfig, flag
+from windlass.core.limits import EngineCaps, check_whole_prompts_fit
 from windlass.errors import ConfigError, RequestError
 from windlass.serve.abbreviate import abbreviate
+from windlass.serve.handle import EngineHandle
 from windlass.serve.live_config import LiveConfig, StartConfig
+from windlass.serve.logs import set_log_level
+from windlass.serve.messages import Configure
 from windlass.serve.problems import ConfigConflict
 from windlass.settings import checked, live_fields, unknown_option
 
@@ -66,9 +70,10 @@ class ConfigAdmin:
     The version counts the changes since the start. One event loop calls all methods.
     """
 
-    def __init__(self, live: LiveConfig, started: StartConfig) -> None:
+    def __init__(self, live: LiveConfig, started: StartConfig, client: EngineHandle) -> None:
         self._live = live
-        self._engine = started.engine
+        self._client = client
+        self._started = self._engine = started.engine
         self._sources = dict(started.sources)
         self._version = 0
         self.num_changes = dict.fromkeys(LIVE, 0)  # by setting
@@ -81,29 +86,32 @@ class ConfigAdmin:
 
     def describe(self) -> dict[str, Any]:
         """All settings with their values, sources, and whether they can change now."""
+        values = self._values(self._sections())
         return {
             "version": self._version,
             "settings": {
-                name: {
-                    "value": _shown(item, value),
+                item.name: {
+                    "value": _shown(item, values[item.name]),
                     "default": _default(item),
-                    "source": self._sources.get(name, "default"),
+                    "source": self._sources.get(item.name, "default"),
                     "live": item.metadata["live"],
                 }
-                for name, (item, value) in self._items().items()
+                for section in _SECTIONS.values()
+                for item in fields(section)
             },
         }
 
     def live_values(self) -> dict[str, Any]:
-        return {name: value for name, (_, value) in self._items().items() if name in LIVE}
+        values = self._values(self._sections())
+        return {name: values[name] for name in LIVE}
 
-    def _items(self) -> dict[str, tuple[Field[Any], Any]]:
-        sections = self._sections()
-        return {
-            item.name: (item, getattr(sections[key], item.name))
-            for key, section in _SECTIONS.items()
-            for item in fields(section)
-        }
+    def _values(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all settings; limits that are not set are those of the engine."""
+        values = {name: getattr(sections[key], name) for name, key in _SECTION_OF.items()}
+        for name, bound in self._bounds().items():
+            if values[name] is None:
+                values[name] = bound
+        return values
 
     def _sections(self) -> dict[str, Any]:
         engine = {key: getattr(self._engine, key) for key in _ENGINE_SECTIONS}
@@ -121,27 +129,83 @@ class ConfigAdmin:
                 f"the config has version {self._version}, and the request is for version {version}: it "
                 "was changed meanwhile. Read it again with GET /admin/config."
             )
-        values = _converted(given)
-        sections = self._sections()
-        changes = {
-            name: {"from": getattr(sections[_SECTION_OF[name]], name), "to": value}
-            for name, value in values.items()
-            if getattr(sections[_SECTION_OF[name]], name) != value
-        }
+        values, sections = _converted(given), self._sections()
         new = {key: _replaced(section, key, values) for key, section in sections.items()}
+        before, after = self._values(sections), self._values(new)
+        changes = {
+            name: {"from": before[name], "to": after[name]}
+            for name in values
+            if before[name] != after[name]
+        }
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        engine = EngineConfig(**{key: new[key] for key in _ENGINE_SECTIONS})
+        if engine != self._engine:
+            self._check_engine(engine, changes)
         if not changes:
             return ConfigChange(self._version, at, by, changes)
         self._version += 1
         self._sources |= dict.fromkeys(changes, "live")
         for name in changes:
             self.num_changes[name] += 1
-        self._engine = EngineConfig(**{key: new[key] for key in _ENGINE_SECTIONS})
+        self._engine = engine
         self._live.set(new["serve"])
+        if "log_level" in changes:
+            set_log_level(new["serve"].log_level)
+        self._configure_engines()
         change = ConfigChange(self._version, at, by, changes)
         self._log(change)
         self.history.add(change)
         return change
+
+    def _check_engine(self, engine: EngineConfig, changes: Collection[str]) -> None:
+        """Raise RequestError if engines that were built with other limits cannot have these."""
+        bounds, scheduler = self._bounds(), engine.scheduler
+        for name, bound in bounds.items():
+            value = getattr(getattr(engine, _SECTION_OF[name]), name)
+            if value is not None and value > bound:
+                raise RequestError(
+                    f"{name} must be between 1 and {bound}, with which the engine was started; got "
+                    f"{value}. To raise it further, start the server with {flag(name)}.",
+                    name,
+                )
+        if "max_num_seqs" in changes and scheduler.batching != "continuous":
+            raise RequestError(
+                f"max_num_seqs does nothing with --batching {scheduler.batching}.", "max_num_seqs"
+            )
+        max_tokens = scheduler.max_num_batched_tokens or bounds["max_num_batched_tokens"]
+        resolved = replace(
+            scheduler,
+            max_num_seqs=scheduler.max_num_seqs or bounds["max_num_seqs"],
+            max_num_batched_tokens=max_tokens,
+        )
+        try:
+            replace(engine, scheduler=resolved).limits("cpu")
+            if not scheduler.enable_chunked_prefill:
+                check_whole_prompts_fit(max_tokens, self._client.report.max_model_len)
+        except ConfigError as error:
+            raise RequestError(str(error), "max_num_batched_tokens") from error
+
+    def _bounds(self) -> dict[str, int]:
+        """What the engines were built for: the highest values of their limits."""
+        report, speculation = self._client.report, self._started.speculation
+        bounds = {
+            "max_num_seqs": report.max_num_seqs,
+            "max_num_batched_tokens": report.max_num_batched_tokens,
+        }
+        if speculation.spec != "none":
+            bounds["spec_tokens"] = speculation.max_draft_tokens
+        return bounds
+
+    def _configure_engines(self) -> None:
+        serve, scheduler = self._live.value, self._engine.scheduler
+        speculation = self._engine.speculation
+        caps = EngineCaps(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_draft_tokens=speculation.max_draft_tokens if speculation.spec_enabled else 0,
+        )
+        settings = Configure(caps=caps, hang_timeout=serve.hang_timeout, log_level=serve.log_level)
+        self._client.configure(settings, serve.retry_on_restart)
 
     def _log(self, change: ConfigChange) -> None:
         text = ", ".join(

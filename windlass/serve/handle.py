@@ -17,6 +17,7 @@ from windlass.errors import EngineError
 from windlass.serve.adapter_registry import AdapterRegistry, Change
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox
+from windlass.serve.messages import Configure
 
 
 class EngineReplica(Protocol):
@@ -114,6 +115,9 @@ class EngineHandle(GenerationClient, Protocol):
 
     def kill(self) -> None:
         """Kill the processes of the engine."""
+
+    def configure(self, settings: Configure, retry_on_restart: bool) -> None:
+        """Change settings of all engines, also of those that are restarted later."""
 
     def relay(self, requests: Sequence[NewRequest], inbox: Inbox) -> None:
         """Send requests whose outputs another process reads: `inbox` forwards them.

@@ -47,12 +47,15 @@ class Heartbeat:
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.interval_s = min(1.0, timeout_s / 8)
         self.silent_s = 0.0
-        self._timeout_s = timeout_s
+        self.set_timeout(timeout_s)
         self._clock = clock
         self._ticked_at = clock()
         self._paused = False
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.interval_s = min(1.0, timeout_s / 8) or 1.0
+        self._timeout_s = timeout_s
 
     def heard(self) -> None:
         self.silent_s = 0.0

@@ -12,7 +12,8 @@ import logging
 import os
 from datetime import UTC, datetime
 
-_VARIABLE = "WINDLASS_LOG_FORMAT"  # of this process and its children, which log in the same format
+# Of this process and its children, which log in the same way.
+_VARIABLE, _LEVEL_VARIABLE = "WINDLASS_LOG_FORMAT", "WINDLASS_LOG_LEVEL"
 _MAX_REFUSALS_PER_S = 20
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -68,9 +69,10 @@ class _AtMost(logging.Filter):
         return True
 
 
-def start_logging(log_format: str) -> None:
+def start_logging(log_format: str, log_level: str) -> None:
     """Log to stderr, in this process and in those that it starts."""
     os.environ[_VARIABLE] = log_format
+    os.environ[_LEVEL_VARIABLE] = log_level
     inherit_logging()
 
 
@@ -82,5 +84,11 @@ def inherit_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(_TEXT))
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("windlass").setLevel(logging.INFO)
+    set_log_level(os.environ.get(_LEVEL_VARIABLE, "info"))
     logging.getLogger("windlass.refused").filters = [_AtMost(_MAX_REFUSALS_PER_S)]
+
+
+def set_log_level(level: str) -> None:
+    """Log lines of this level and above, in this process and in those that it starts later."""
+    os.environ[_LEVEL_VARIABLE] = level
+    logging.getLogger("windlass").setLevel(level.upper())

@@ -29,7 +29,7 @@ from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.code_pages import release_code
 from windlass.serve.journal import Journal
-from windlass.serve.logs import inherit_logging
+from windlass.serve.logs import inherit_logging, set_log_level
 
 Build = Callable[[], tuple[Engine, EngineReport]]
 Prepare = Callable[[], None]
@@ -187,8 +187,17 @@ class _EngineLoop:
                 self._sleep_or_wake(message)
             case messages.LoadAdapter() | messages.UnloadAdapter():
                 self._change_adapter(message)
+            case messages.Configure():
+                self._configure(message)
             case messages.Stop():
                 self._stopping = True
+
+    def _configure(self, settings: messages.Configure) -> None:
+        self._engine.set_caps(settings.caps)
+        set_log_level(settings.log_level)
+        if settings.hang_timeout != self._hang_timeout:
+            faulthandler.cancel_dump_traceback_later()  # `run` arms it again, unless there is none
+            self._hang_timeout, self._armed_at = settings.hang_timeout, float("-inf")
 
     def _add(self, add: messages.Add) -> None:
         self._num_adds += 1

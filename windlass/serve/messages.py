@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from windlass.core.card import EngineReport
+from windlass.core.limits import EngineCaps
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
@@ -57,6 +58,14 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
     name: str
+
+
+class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
+    """Sets what may change while the engine runs."""
+
+    caps: EngineCaps
+    hang_timeout: float
+    log_level: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -138,7 +147,7 @@ class AdapterReply(msgspec.Struct, tag="adapter", frozen=True):
 # A call carries a number, which its reply repeats.
 Call = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake
 Reply = CacheReset | TraceReply | MemoryReply
-ToEngine = Add | Abort | Call | LoadAdapter | UnloadAdapter | Stop
+ToEngine = Add | Abort | Call | LoadAdapter | UnloadAdapter | Configure | Stop
 FromEngine = Ready | Failed | Outputs | Refused | StepFailed | Stats | Traces | Reply | AdapterReply
 
 _encoder = msgspec.msgpack.Encoder()

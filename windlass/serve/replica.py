@@ -178,6 +178,12 @@ class Replica:
         """Send a change without waiting; `on_adapter_reloaded` gets the reply."""
         self.supervisor.running.send(change)
 
+    def configure(self, settings: messages.Configure) -> None:
+        """Change settings now; while no process runs, the owner sends them again when one is ready."""
+        self.supervisor.set_hang_timeout(settings.hang_timeout)
+        if self.supervisor.process is not None:
+            self.supervisor.process.send(settings)
+
     # ---- state -------------------------------------------------------------------------------
 
     @property

@@ -179,7 +179,7 @@ def make_services(
             sleeper=Sleeper(client, common.desk),
             probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
             live_costs=costs,
-            config_admin=_config_admin(live, started, metrics, card),
+            config_admin=_config_admin(live, started, client, metrics=metrics, card=card),
             batches=make_batch_service(live, common.preparer),
             reports=reports,
             usage=usage,
@@ -193,9 +193,14 @@ def make_services(
 
 
 def _config_admin(
-    live: LiveConfig, started: StartConfig, metrics: Metrics, card: ModelCard
+    live: LiveConfig,
+    started: StartConfig,
+    client: EngineHandle,
+    *,
+    metrics: Metrics,
+    card: ModelCard,
 ) -> ConfigAdmin:
-    admin = ConfigAdmin(live, started)
+    admin = ConfigAdmin(live, started, client)
     metrics.registry.register(ConfigMetrics(admin, card.name))
     return admin
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -99,6 +99,11 @@ class EngineSupervisor:
         """Set the build function that was not known at construction."""
         self._build = build
         self._build_known.set()
+
+    def set_hang_timeout(self, seconds: float) -> None:
+        """Change the limit of silence of this process and of those started later."""
+        self._launch_options = replace(self._launch_options, hang_timeout=seconds)
+        self._heartbeat.set_timeout(seconds)
 
     async def _launch(self) -> EngineReport:
         assert self._context is not None
@@ -191,7 +196,7 @@ class EngineSupervisor:
         ended = asyncio.create_task(process.ended())
         try:
             while True:
-                await asyncio.wait({ended}, timeout=heartbeat.interval_s or None)
+                await asyncio.wait({ended}, timeout=heartbeat.interval_s)
                 heartbeat.tick()
                 hung = f"{self._label}the engine hung (no heartbeat for {heartbeat.silent_s:.1f} s)"
                 if ended.done():

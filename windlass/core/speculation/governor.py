@@ -140,6 +140,7 @@ class Governor:
         self._costs = LearnedCosts(costs, plain or costs, drafting)
         self._is_free = drafting is None
         self._max_draft_tokens = max_draft_tokens
+        self._cap = MAX_SPEC_TOKENS
         self._max_positions = max_positions_per_step
         self._max_drafts_per_row = tuple(max_drafts_per_row) or (max_draft_tokens,)
         self._now = 0  # steps so far
@@ -174,9 +175,13 @@ class Governor:
         """Whether a step of `num_rows` may have drafts at all."""
         return self._max_drafts(num_rows) > 0
 
+    def cap(self, max_draft_tokens: int | None) -> None:
+        """Allow at most so many draft tokens per row; 0: none; None: as at construction."""
+        self._cap = MAX_SPEC_TOKENS if max_draft_tokens is None else max_draft_tokens
+
     def _max_drafts(self, num_rows: int) -> int:
         table = self._max_drafts_per_row
-        return table[min(num_rows, len(table) - 1)]
+        return min(table[min(num_rows, len(table) - 1)], self._cap)
 
     def pass_idle_step(self, num_rows: int) -> bool:
         """Whether probes back off in the next step; if so, it counts as passed."""

@@ -33,6 +33,9 @@ class NoDrafts:
     def withdraw(self, request: Request) -> None:
         pass
 
+    def cap(self, max_draft_tokens: int | None) -> None:
+        pass
+
     def options(self, step: Step, num_pending_admissions: int) -> StepOptions:
         del num_pending_admissions
         return _VERIFY if step.verifies else NO_OPTIONS
@@ -71,6 +74,10 @@ class DraftPlanner:
         else:
             self._governor.forget(slot)
             self._unreported.discard(slot)
+
+    def cap(self, max_draft_tokens: int | None) -> None:
+        """Make at most so many draft tokens per request and step; None: as the engine was built."""
+        self._governor.cap(max_draft_tokens)
 
     # ---- plan --------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from windlass.serve.http.remote import (
 from windlass.serve.http_server import HttpServer
 from windlass.serve.keys import Keys
 from windlass.serve.live_config import LiveConfig
-from windlass.serve.logs import inherit_logging
+from windlass.serve.logs import inherit_logging, set_log_level
 from windlass.serve.metrics import Metrics
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
@@ -161,6 +161,7 @@ class _Worker:
                 self._client.state, self._keys.table = message, message.tenants
                 if self._live is not None and self._live.value != message.config:
                     self._live.set(message.config)
+                    set_log_level(message.config.log_level)
             case messages.Outputs(outputs):
                 assert self._client is not None
                 self._client.on_outputs(outputs)
