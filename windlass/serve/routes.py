@@ -332,9 +332,7 @@ def make_router(services: Services) -> APIRouter:
         "/metrics": operations.metrics,
         "/load": operations.load,
         "/memory": admin.memory,
-        "/admin/tenants": tenants.tenants,
-        "/admin/usage": tenants.usage,
-        "/v1/usage": tenants.own_usage,
+        **tenants.gets,
         "/is_sleeping": admin.is_sleeping,
         "/admin/config": admin.config,
         "/admin/config/history": admin.config_history,
@@ -357,10 +355,7 @@ def make_router(services: Services) -> APIRouter:
         "/v1/responses/{response_id}": generation.delete_response,
         "/v1/files/{file_id}": files.delete,
     }
-    patches: dict[str, Endpoint] = {
-        "/admin/config": admin.change_config,
-        "/admin/tenants/{name}": tenants.change,
-    }
+    patches: dict[str, Endpoint] = {"/admin/config": admin.change_config, **tenants.patches}
     by_methods = {"POST": posts, "GET,HEAD": gets, "DELETE": deletes, "PATCH": patches}
     for methods, endpoints in by_methods.items():
         for path, endpoint in endpoints.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ _DAY_S = 86_400
 _CSV = "text/csv"
 _PARAMS = ("since", "until", "bucket", "tenant", "format")
 
+Endpoint = Callable[..., Awaitable[Response]]
 Json = dict[str, Any]
 Rows = Sequence[tuple[int, UsageKey, Numbers]]
 
@@ -38,6 +39,12 @@ class TenantRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self.gets: dict[str, Endpoint] = {
+            "/admin/tenants": self.tenants,
+            "/admin/usage": self.usage,
+            "/v1/usage": self.own_usage,
+        }
+        self.patches: dict[str, Endpoint] = {"/admin/tenants/{name}": self.change}
 
     async def tenants(self, request: Request) -> Response:
         """GET /admin/tenants"""
