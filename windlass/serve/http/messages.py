@@ -14,6 +14,7 @@ from windlass.core.types import NewRequest, Output
 from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve import problems
 from windlass.serve.metric_samples import MetricSample
+from windlass.serve.metrics import Outcome
 from windlass.serve.problems import RateLimited, Sleeping
 from windlass.serve.summary import RequestSummary
 from windlass.serve.tenants import TenantTable
@@ -122,6 +123,14 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     number: int
 
 
+class Received(msgspec.Struct, tag="received", frozen=True):
+    """Counts a completion request, which `Finished` ends; so does the end of the worker."""
+
+
+class Finished(msgspec.Struct, tag="finished", frozen=True):
+    outcome: Outcome
+
+
 class Samples(msgspec.Struct, tag="samples", frozen=True):
     """The worker's metrics, once a second: also the heartbeat, and the first says that it serves."""
 
@@ -136,7 +145,18 @@ class Synced(msgspec.Struct, tag="synced", frozen=True):
 
 
 FromWorker = (
-    Open | EndRounds | Submit | Abort | GetTraces | Ended | Admit | Release | Samples | Synced
+    Open
+    | EndRounds
+    | Submit
+    | Abort
+    | GetTraces
+    | Ended
+    | Admit
+    | Release
+    | Received
+    | Finished
+    | Samples
+    | Synced
 )
 
 

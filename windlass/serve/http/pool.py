@@ -37,10 +37,8 @@ _CHECK_S = 0.25
 _HANG_S = 30.0  # without a heartbeat
 _MAX_UNSENT_BYTES = 256 * 2**20  # of outputs that a worker does not read
 _MAX_RESTART_PAUSE_S = 30.0
-# Gauges of requests and connections: those of a worker that has ended count no more.
-_IN_FLIGHT = "windlass:requests_in_flight"
-_ENDED_GAUGES = (_IN_FLIGHT, "windlass:http_connections", "windlass:http_buffered_body_bytes")
-_OUTCOMES = "windlass:request_outcomes_total"
+# Gauges: those of a worker that has ended count no more.
+_ENDED_GAUGES = ("windlass:http_connections", "windlass:http_buffered_body_bytes")
 
 
 class _Worker:
@@ -57,6 +55,8 @@ class _Worker:
         self._link_end: socket.socket | None = ours  # None: the link has it
         self.link = Link(self._on_frame, self._on_lost)
         self.broker = Broker(services, self.send)
+        self._metrics = services.metrics
+        self._num_in_flight = 0
         self.samples: Sequence[MetricSample] = ()
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
@@ -106,10 +106,19 @@ class _Worker:
                     self.samples = samples
                     if number in self._syncs:
                         self._syncs[number].set()
+                case messages.Received():
+                    self._metrics.received()
+                    self._num_in_flight += 1
+                case messages.Finished(outcome):
+                    self._metrics.ended(outcome)
+                    self._num_in_flight -= 1
                 case _:
                     self.broker.on_message(message)
 
     def _on_lost(self) -> None:
+        for _ in range(self._num_in_flight):
+            self._metrics.ended("error")
+        self._num_in_flight = 0
         for done in self._syncs.values():
             done.set()
         self.ended.set()
@@ -275,7 +284,8 @@ class HttpWorkers:
             await worker.ended.wait()
             _log.error("HTTP worker %d has ended and is restarted; its requests are lost", index)
             self._services.metrics.worker_restarted()
-            self._retired = _retire(self._retired, worker.samples)
+            kept = (each for each in worker.samples if each.name not in _ENDED_GAUGES)
+            self._retired = add_up([*self._retired, *kept])
             worker.samples = ()
             await worker.close()
             worker.broker.report_lost()
@@ -305,13 +315,3 @@ class HttpWorkers:
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         _log.error("the HTTP workers are no longer watched", exc_info=task.exception())
-
-
-def _retire(retired: Sequence[MetricSample], last: Sequence[MetricSample]) -> list[MetricSample]:
-    """The sums of ended workers; the requests that one had in flight count as errors."""
-    kept = [*retired, *(each for each in last if each.name not in _ENDED_GAUGES)]
-    for sample in last:
-        if sample.name == _IN_FLIGHT:
-            labels = {**sample.labels, "outcome": "error"}
-            kept.append(MetricSample(_OUTCOMES, labels, sample.value))
-    return add_up(kept)

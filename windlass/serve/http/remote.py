@@ -14,6 +14,7 @@ from windlass.serve import admission
 from windlass.serve.http import messages
 from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.live_config import LiveConfig
+from windlass.serve.metrics import Metrics, Outcome
 from windlass.serve.summary import RequestSummary
 from windlass.serve.tenant_limits import Hold
 from windlass.serve.tenants import Tenant
@@ -117,6 +118,22 @@ class RemoteAdmission:
 
     def check(self, num_requests: int, num_tokens: int) -> None:
         """Leave it to the server's process, which checks when the requests arrive there."""
+
+
+class RemoteMetrics(Metrics):
+    """The metrics of a worker. The server's process counts requests: it survives the worker."""
+
+    def __init__(
+        self, model_name: str, num_replicas: int, send: Callable[[messages.FromWorker], None]
+    ) -> None:
+        super().__init__(model_name, num_replicas)
+        self._send = send
+
+    def received(self) -> None:
+        self._send(messages.Received())
+
+    def ended(self, outcome: Outcome) -> None:
+        self._send(messages.Finished(outcome))
 
 
 class RemoteTraces:

@@ -21,6 +21,7 @@ from windlass.serve.http.remote import (
     RemoteAdmission,
     RemoteClient,
     RemoteLimits,
+    RemoteMetrics,
     RemoteReports,
     RemoteTraces,
 )
@@ -28,7 +29,6 @@ from windlass.serve.http_server import HttpServer
 from windlass.serve.keys import Keys
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.logs import inherit_logging, set_log_level
-from windlass.serve.metrics import Metrics
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_worker_router
@@ -70,7 +70,7 @@ class _Worker:
         self._traces = RemoteTraces(self._send)
         self._limits = RemoteLimits(self._send)
         self._keys: Keys | None = None  # None: the first state has not arrived
-        self._metrics = Metrics(setup.card.name, setup.num_replicas)
+        self._metrics = RemoteMetrics(setup.card.name, setup.num_replicas, self._send)
         self._reloads = Reloads()  # at every SIGHUP of the server's process
         self._outgoing: list[messages.FromWorker] = []
 
