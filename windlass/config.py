@@ -444,6 +444,9 @@ class ServeConfig:
         "Names of /metrics that vLLM has too: windlass:NAME, vllm:NAME or both. Others are always "
         "windlass:NAME.",
     )
+    max_metric_tenants: int = option(
+        100, "Maximum number of tenants with their own label in /metrics; others are 'other'."
+    )
     console: bool = option(True, "Serve the web console at /.")
     enable_log_requests: bool | None = option(
         None,
@@ -502,7 +505,7 @@ class ServeConfig:
                 raise ConfigError(
                     f"{flag(name)} must be at most {_MAX_TIMEOUT_S:g}, got {getattr(self, name):g}."
                 )
-        at_least(self, 0, "log_stats_interval")
+        at_least(self, 0, "log_stats_interval", "max_metric_tenants")
         self._check_transport()
         for key in self.api_key:
             check_key(key, "--api-key")

@@ -115,6 +115,13 @@ def workers(others: set[int]) -> list[int]:
     return [each.pid for each in named if each.pid is not None and each.pid not in others]
 
 
+def is_reachable(server: Server) -> bool:
+    try:
+        return server.http.get("/health").status_code == 200
+    except httpx.TransportError:  # no worker has started yet
+        return False
+
+
 def is_settled(server: Server) -> bool:
     return server.metric("requests_in_flight") == 0 and server.client.num_in_flight == 0
 
@@ -172,7 +179,8 @@ def test_the_account_holds_whatever_happens(num_workers: int) -> None:
             expected["error"] += 4
             server.http.close()  # its connection is broken, too
             server.http = stack.enter_context(httpx.Client(base_url=server.url, timeout=20))
-            wait_until(lambda: server.metric("http_worker_restarts_total") == 2)
+            wait_until(lambda: is_reachable(server))
+            assert server.metric("http_worker_restarts_total") == 2
 
         assert post(server, b'{"prompt": "Hi", "max_tokens": 3}') == 200
         expected["success"] += 1

@@ -57,7 +57,7 @@ class BeamResponse:
         self._served = [
             ServedCompletion(
                 Completion(index, request, tokenizer),
-                TokenTimer(services.metrics, ticket.began),
+                TokenTimer(services.metrics, ticket.began, ticket.summary.tenant),
                 None,
             )
             for index, request in enumerate(prepared.requests)

@@ -136,7 +136,7 @@ class Desk:
         return Ticket(self, summary)
 
     def close_ticket(self, ticket: Ticket) -> None:
-        self._metrics.ended(ticket.summary.outcome)
+        self._metrics.ended(ticket.summary.outcome, ticket.summary.tenant)
         if self._reporter.is_wanted:
             _count_tokens(ticket.summary, ticket.served)
             self._reporter.report(ticket.summary, ticket.entry)

@@ -22,6 +22,7 @@ from windlass.serve.connections import Connections
 from windlass.serve.engine_metrics import COUNTS, EngineFamilies, EngineMetrics, EngineState
 from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.metric_samples import MergedRegistry, MetricSample
+from windlass.serve.tenant_metrics import TenantMetrics
 from windlass.serve.vllm_metrics import PREFIX, MetricsPrefix, Naming
 
 Outcome = Literal["success", "error", "aborted", "rejected"]
@@ -59,7 +60,11 @@ class Metrics:
     """Owns a separate registry, so that two servers in one process do not share metrics."""
 
     def __init__(
-        self, model_name: str, num_replicas: int = 1, prefix: MetricsPrefix = "windlass"
+        self,
+        model_name: str,
+        num_replicas: int = 1,
+        prefix: MetricsPrefix = "windlass",
+        max_tenants: int = 100,
     ) -> None:
         self.registry = CollectorRegistry()
         self.workers: WorkerMetrics | None = None  # None: this process has all metrics
@@ -74,6 +79,7 @@ class Metrics:
             (_LABEL, "sleep_state"),
             registry=self.registry,
         )
+        self._tenants = TenantMetrics(self.registry, model_name, max_tenants)
         self._request_metrics()
         self._connection_metrics()
         self._histograms()
@@ -193,7 +199,8 @@ class Metrics:
         """The metrics of all processes."""
         if self.workers is None:
             return self.registry
-        return MergedRegistry(self.registry, self.workers.samples())
+        samples = map(self._tenants.relabelled, self.workers.samples())
+        return MergedRegistry(self.registry, samples)
 
     async def refresh_workers(self) -> None:
         """Get the current metrics of the HTTP workers, if there are any."""
@@ -242,7 +249,8 @@ class Metrics:
         self._received.inc()
         self._in_flight.inc()
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: Outcome, tenant: str) -> None:
+        self._tenants.ended(tenant, outcome)
         self._in_flight.dec()
         self._outcomes.labels(self._model_name, outcome).inc()
 
@@ -254,7 +262,8 @@ class Metrics:
         if max_tokens is not None:
             self._param_max.observe(max_tokens)
 
-    def first_token(self, since_arrival_s: float, timeline: Timeline) -> None:
+    def first_token(self, since_arrival_s: float, timeline: Timeline, tenant: str) -> None:
+        self._tenants.first_token(tenant, since_arrival_s, timeline)
         self._ttft.observe(since_arrival_s)
         self._prompt.inc(timeline.num_prompt)
         self._cached.inc(timeline.num_cached)
@@ -277,9 +286,11 @@ class Metrics:
         num_tokens: int,
         decode_s: float,
         total_s: float,
+        tenant: str,
         timeline: Timeline | None = None,
     ) -> None:
         """Count a finished completion. Times are those of the HTTP process."""
+        self._tenants.finished(tenant, num_tokens)
         self._success.labels(self._model_name, reason).inc()
         if timeline is not None:
             self._preemptions.observe(timeline.num_preemptions)

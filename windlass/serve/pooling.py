@@ -278,6 +278,7 @@ class Pooling:
     async def _run(self, groups: list[list[NewRequest]], began: float) -> list[Output]:
         """Send the groups to the engine, some at a time; returns their outputs in order."""
         client, metrics = self._services.client, self._services.metrics
+        tenant = groups[0][0].tenant
         outputs: dict[str, Output] = {}
         left = iter(groups)
 
@@ -289,12 +290,13 @@ class Pooling:
                         outputs[output.request_id] = output
                         seconds = time.monotonic() - began
                         if output.timeline is not None:
-                            metrics.first_token(seconds, output.timeline)
+                            metrics.first_token(seconds, output.timeline, tenant)
                         metrics.finished(
                             output.finish or "stop",
                             num_tokens=0,
                             decode_s=0.0,
                             total_s=seconds,
+                            tenant=tenant,
                             timeline=output.timeline,
                         )
                 finally:

@@ -156,7 +156,11 @@ class CompletionResponse:
             for index, request in enumerate(prepared.requests)
         ]
         self._served = [
-            ServedCompletion(completion, TokenTimer(services.metrics, ticket.began), interval)
+            ServedCompletion(
+                completion,
+                TokenTimer(services.metrics, ticket.began, ticket.summary.tenant),
+                interval,
+            )
             for completion in self._completions
         ]
         self._by_id = {each.completion.request.request_id: each for each in self._served}

@@ -15,9 +15,10 @@ from windlass.text.completion import Completion, Delta
 class TokenTimer:
     """Reports the token latencies of one completion, as its client sees them, to the metrics."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, metrics: Metrics, arrived: float, tenant: str) -> None:
         self._metrics = metrics
         self._arrived = arrived
+        self._tenant = tenant
         self.first_at: float | None = None
         self.last_at = arrived
         self._timeline: Timeline | None = None
@@ -29,7 +30,7 @@ class TokenTimer:
         if self.first_at is None:
             self.first_at = now
             if output.timeline is not None:
-                self._metrics.first_token(now - self._arrived, output.timeline)
+                self._metrics.first_token(now - self._arrived, output.timeline, self._tenant)
         elif output.tokens:
             self._metrics.next_tokens(now - self.last_at, len(output.tokens))
         self.last_at = now
@@ -42,6 +43,7 @@ class TokenTimer:
             num_tokens=num_tokens,
             decode_s=decode_s,
             total_s=total_s,
+            tenant=self._tenant,
             timeline=self._timeline,
         )
 

@@ -133,7 +133,13 @@ def make_services(
     started: StartConfig,
 ) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
-    metrics = Metrics(card.name, len(client.replicas), live.value.metrics_prefix)
+    config = live.value
+    metrics = Metrics(
+        card.name,
+        len(client.replicas),
+        prefix=config.metrics_prefix,
+        max_tenants=config.max_metric_tenants,
+    )
     metrics.watch_engines(client.replicas)
     admission = AdmissionControl(live, client, metrics.rejected)
     costs = LiveCosts(card.name, metrics.registry, len(client.replicas))

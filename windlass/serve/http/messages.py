@@ -129,6 +129,7 @@ class Received(msgspec.Struct, tag="received", frozen=True):
 
 class Finished(msgspec.Struct, tag="finished", frozen=True):
     outcome: Outcome
+    tenant: str
 
 
 class Samples(msgspec.Struct, tag="samples", frozen=True):

@@ -27,6 +27,7 @@ from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.http.worker import WorkerSetup, worker_main
 from windlass.serve.metric_samples import MetricSample, add_up
 from windlass.serve.services import Services
+from windlass.serve.tenant_metrics import OTHER
 
 _log = logging.getLogger("windlass.serve")
 
@@ -109,15 +110,15 @@ class _Worker:
                 case messages.Received():
                     self._metrics.received()
                     self._num_in_flight += 1
-                case messages.Finished(outcome):
-                    self._metrics.ended(outcome)
+                case messages.Finished(outcome, tenant):
+                    self._metrics.ended(outcome, tenant)
                     self._num_in_flight -= 1
                 case _:
                     self.broker.on_message(message)
 
     def _on_lost(self) -> None:
         for _ in range(self._num_in_flight):
-            self._metrics.ended("error")
+            self._metrics.ended("error", OTHER)  # their tenants died with the worker
         self._num_in_flight = 0
         for done in self._syncs.values():
             done.set()
@@ -160,6 +161,7 @@ class HttpWorkers:
             max_connections=max(1, max_connections),
             num_replicas=len(services.client.replicas),
             exports_traces=services.reports.exports_traces,
+            max_metric_tenants=services.config.max_metric_tenants,
         )
         self._workers = [self._launch(index) for index in range(services.config.http_workers)]
         self._next = itertools.cycle(range(len(self._workers)))

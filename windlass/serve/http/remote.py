@@ -124,16 +124,19 @@ class RemoteMetrics(Metrics):
     """The metrics of a worker. The server's process counts requests: it survives the worker."""
 
     def __init__(
-        self, model_name: str, num_replicas: int, send: Callable[[messages.FromWorker], None]
+        self,
+        model_name: str,
+        max_tenants: int,
+        send: Callable[[messages.FromWorker], None],
     ) -> None:
-        super().__init__(model_name, num_replicas)
+        super().__init__(model_name, max_tenants=max_tenants)
         self._send = send
 
     def received(self) -> None:
         self._send(messages.Received())
 
-    def ended(self, outcome: Outcome) -> None:
-        self._send(messages.Finished(outcome))
+    def ended(self, outcome: Outcome, tenant: str) -> None:
+        self._send(messages.Finished(outcome, tenant))
 
 
 class RemoteTraces:

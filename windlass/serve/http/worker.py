@@ -47,6 +47,7 @@ class WorkerSetup:
     max_connections: int
     num_replicas: int
     exports_traces: bool
+    max_metric_tenants: int
 
 
 def worker_main(setup: WorkerSetup, link: socket.socket, connections: socket.socket) -> NoReturn:
@@ -70,7 +71,7 @@ class _Worker:
         self._traces = RemoteTraces(self._send)
         self._limits = RemoteLimits(self._send)
         self._keys: Keys | None = None  # None: the first state has not arrived
-        self._metrics = RemoteMetrics(setup.card.name, setup.num_replicas, self._send)
+        self._metrics = RemoteMetrics(setup.card.name, setup.max_metric_tenants, self._send)
         self._reloads = Reloads()  # at every SIGHUP of the server's process
         self._outgoing: list[messages.FromWorker] = []
 
