@@ -197,7 +197,12 @@ class SchedulerConfig:
         "per 192 values, which is faster; fine one per 32, as for generated tokens.",
         "--prompt-activation-groups",
     )
-    scheduling_policy: PolicyName = option("fcfs", "Order of queued requests.")
+    scheduling_policy: PolicyName = option(
+        "fcfs", "Order of queued requests; with several tenants, of each tenant's own."
+    )
+    fair_share: bool = option(
+        True, "Share the engine between tenants by weight; without it, one queue serves all."
+    )
     batching: Batching = option(
         "continuous", "Batching; static and none are baselines for benchmarks."
     )

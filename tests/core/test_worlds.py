@@ -48,6 +48,7 @@ def random_world(seed: int) -> tuple[World, list, bool]:
     )
     gate = rng.choice([Continuous(), Continuous(), Static(rng.randint(1, 4), 0.05)])
     options = {"policy": rng.choice([Fcfs(), Priority()]), "gate": gate}
+    tenants = Random(seed).choice([("",), ("a", "b"), ("a", "b", "c")])
     adapters = ADAPTERS if rng.random() < 0.3 else ("",)
     if len(adapters) > 1:
         options["adapters"] = Adapters(rng.randint(1, 3), FakeShelf(adapters[1:], delay=1))
@@ -73,6 +74,8 @@ def random_world(seed: int) -> tuple[World, list, bool]:
                 min_tokens=fewest,
                 adapter=rng.choice(adapters),
                 deterministic=rng.random() < deterministic,
+                tenant=tenants[index % len(tenants)],
+                weight=1.0 + index % len(tenants),
             )
         )
     return world, requests, rng.random() < 0.5

@@ -337,8 +337,9 @@ def request(
     request_id: str, prompt: list[int], priority: int = 0, adapter: str = "", **sampling
 ) -> NewRequest:
     sampling.setdefault("max_tokens", 8)
+    own = {name: sampling.pop(name) for name in ("tenant", "weight") if name in sampling}
     params = SamplingParams(**sampling)
-    return NewRequest(request_id, prompt, params, priority=priority, adapter=adapter)
+    return NewRequest(request_id, prompt, params, priority=priority, adapter=adapter, **own)
 
 
 def limits(**changes) -> SchedulerLimits:

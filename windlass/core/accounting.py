@@ -22,6 +22,7 @@ from windlass.core.trace import (
     PREFIX,
     SAMPLE,
     SEQUENCES,
+    TENANTS,
     TOKENS,
     Chunk,
     RequestTrace,
@@ -29,6 +30,7 @@ from windlass.core.trace import (
 from windlass.core.types import Account, Row
 
 if TYPE_CHECKING:
+    from windlass.core.fair_share import TenantAccount
     from windlass.core.request import Request
     from windlass.core.step import Step
 
@@ -54,12 +56,16 @@ class StepAccounting:
 
     def __init__(self) -> None:
         self.blocker: int | None = None  # of the queue's head since the last plan
+        self.head: TenantAccount | None = (
+            None  # whose request that is, if there are several tenants
+        )
         self.passed: list[tuple[Request, int]] = []  # queued requests with their own blocker
         self.traces: deque[RequestTrace] = deque(maxlen=_MAX_TRACES)
         self._started: float | None = None
         self._mark = 0.0  # time is accounted for up to here
         self._last_plan = 0.0  # when the last plan left requests in the queue
         self._blocked_s = [0.0] * len(BLOCKERS)
+        self._several_s = [0.0] * len(BLOCKERS)  # of them, while several tenants had requests
         self._rate = 0.0  # running sum of seconds per token over all steps
         self._num_steps = 0
         self._rows: deque[int] = deque(maxlen=_RING)
@@ -164,16 +170,36 @@ class StepAccounting:
             return
         seconds = now - self._last_plan
         self._blocked_s[self.blocker] += seconds
+        if self.head is not None:
+            self._several_s[self.blocker] += seconds
+            self.head.head_s[self.blocker] += seconds
         for request, own in self.passed:
             request.share.block(own, seconds)
-            request.share.block(self.blocker, -seconds)
+            request.share.block(self._blocker_of(request), -seconds)
         self.passed.clear()
-        self.blocker = None
+        self.blocker = self.head = None
 
-    def block_queue(self, blocker: int, now: float) -> None:
-        """End a plan that leaves requests in the queue: `blocker` holds back its head."""
-        self.blocker = blocker
+    def block_queue(self, blocker: int, now: float, head: TenantAccount | None = None) -> None:
+        """End a plan that leaves requests in the queue: `blocker` holds back its head.
+
+        `head` is the tenant of the head, if several tenants share the engine.
+        """
+        self.blocker, self.head = blocker, head
         self._last_plan = now
+
+    def _blocker_of(self, request: Request) -> int:
+        """The blocker of a queued request since the last plan, if it was not passed over."""
+        assert self.blocker is not None
+        return self.blocker if self.head is None or self.head is request.account else TENANTS
+
+    def _sums(self, account: TenantAccount) -> tuple[float, ...]:
+        """Seconds per blocker so far, as they count for the requests of one tenant."""
+        others = [all_s - own for all_s, own in zip(self._several_s, account.head_s, strict=True)]
+        if not any(others):
+            return tuple(self._blocked_s)
+        sums = [total - other for total, other in zip(self._blocked_s, others, strict=True)]
+        sums[TENANTS] += sum(others)
+        return tuple(sums)
 
     def num_ready(self, num_waiting: int) -> int:
         """Number of queued requests that need only the next step, or a prefix that this step computes."""
@@ -205,9 +231,9 @@ class StepAccounting:
     def _queue(self, request: Request, now: float) -> None:
         mine = request.share
         mine.queued_at = now
-        mine.blocked_before = tuple(self._blocked_s)
+        mine.blocked_before = self._sums(request.account)
         if self.blocker is not None:  # it arrived within an interval; only the rest counts
-            mine.block(self.blocker, self._last_plan - now)
+            mine.block(self._blocker_of(request), self._last_plan - now)
 
     def _leave_queue(self, request: Request, now: float) -> None:
         mine = request.share
@@ -218,10 +244,10 @@ class StepAccounting:
     def _blocked(self, request: Request, now: float) -> tuple[float, ...]:
         """Seconds per blocker so far of a request in the queue."""
         mine = request.share
-        sums = zip(mine.blocked, self._blocked_s, mine.blocked_before, strict=True)
+        sums = zip(mine.blocked, self._sums(request.account), mine.blocked_before, strict=True)
         found = [own + total - before for own, total, before in sums]
         if self.blocker is not None:  # since the last plan
-            found[self.blocker] += now - self._last_plan
+            found[self._blocker_of(request)] += now - self._last_plan
         return tuple(found)
 
     def admitted(self, request: Request, start: int, now: float) -> bool:

@@ -204,6 +204,10 @@ class Adapters:
         self._num_waiting += not can
         return can
 
+    def is_resident(self, name: str) -> bool:
+        """Whether the adapter is on the device."""
+        return name in self._slots
+
     def _record_wait(self, request_id: str) -> None:
         """Prevent starvation: after many younger requests, the oldest gets the next slot."""
         if self._waits_longest is None:

@@ -122,6 +122,26 @@ class KVAllocator:
         """Whether running requests are computing most of the prefix that it still needs."""
         return self._inflight.should_wait(request, cached.num_blocks)
 
+    def num_held(self, request: Request) -> int:
+        """Blocks of a running request, also those that it shares."""
+        return sum(map(len, request.tables)) - sum(request.first_held)
+
+    def lacking(self, request: Request, cached: CachedPrefix, count: int, alone: bool) -> int:
+        """Blocks that are not free, of those that a queued request with `count` first tokens needs."""
+        limits, pool, size = self._limits, self.pool, self._size
+        num_tokens, num_cached = len(request.tokens), cached.num_blocks
+        copy_last = num_cached * size >= num_tokens
+        start = min(num_cached * size, num_tokens - 1)
+        num_free = pool.num_free - pool.num_free_among(cached.blocks)
+        num_fresh = limits.blocks_for(start + count) - num_cached + copy_last
+        need_all = sum(
+            max(num_fresh, group.blocks_for(num_tokens, count, size) + copy_last - num_shared)
+            for group, num_shared in zip(self._groups, _num_shared(cached), strict=True)
+        )
+        # Headroom for running requests.
+        spare = 0 if alone else len(self._groups) + pool.num_blocks // 100
+        return need_all + spare - num_free
+
     def start(self, step: Step, request: Request, cached: CachedPrefix, alone: bool) -> int:
         """Allocate the first blocks of a queued request; returns how many tokens `step` computes.
 
@@ -134,15 +154,8 @@ class KVAllocator:
         copy_last = num_cached * size >= num_tokens
         start = min(num_cached * size, num_tokens - 1)
         count = limits.chunk(num_tokens - start, step.room_for(num_tokens - start))
-        num_free = pool.num_free - pool.num_free_among(cached.blocks)
         num_fresh = limits.blocks_for(start + count) - num_cached + copy_last
-        need_all = sum(
-            max(num_fresh, group.blocks_for(num_tokens, count, size) + copy_last - num_shared)
-            for group, num_shared in zip(self._groups, _num_shared(cached), strict=True)
-        )
-        # Headroom for running requests.
-        spare = 0 if alone else len(self._groups) + pool.num_blocks // 100
-        lacking = need_all + spare - num_free
+        lacking = self.lacking(request, cached, count, alone)
         if count == 0 or lacking > 0:
             request.share.short_blocks = max(request.share.short_blocks, lacking)
             return -lacking if count else 0

@@ -70,6 +70,7 @@ def make_scheduler(
         grammars=grammars,
         drafts=drafts,
         slo=_slo(config, limits),
+        fair_share=settings.fair_share,
     )
 
 

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterator
 from typing import Protocol
 
+from windlass.core.fair_share import CLASSES, TenantAccount
 from windlass.core.request import Request
-from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY
 
 
 class Policy(Protocol):
@@ -16,14 +16,11 @@ class Policy(Protocol):
     def key(self, request: Request) -> tuple[int, ...]: ...
 
 
-_CLASSES = {PROBE_PRIORITY: -1, BATCH_PRIORITY: 1}
-
-
 class Fcfs:
     """First come, first served, after health probes and before the requests of batches."""
 
     def key(self, request: Request) -> tuple[int, ...]:
-        return (_CLASSES.get(request.priority, 0), request.arrival)
+        return (CLASSES.get(request.priority, 0), request.arrival)
 
 
 class Priority:
@@ -75,12 +72,34 @@ class Static:
         self._left -= started
 
 
-class WaitingQueue:
-    """Queued requests in policy order. Owns the heap; removal is lazy."""
+class _Lane:
+    """Queued requests in policy order, of one tenant if tenants share the engine."""
 
-    def __init__(self, policy: Policy) -> None:
+    __slots__ = ("account", "heap", "key")
+
+    def __init__(self, key: tuple[int, TenantAccount | None]) -> None:
+        self.key = key
+        self.account = key[1]
+        self.heap: list[tuple[tuple[int, ...], Request]] = []
+
+    @property
+    def counter(self) -> float:
+        return 0.0 if self.account is None else self.account.counter
+
+
+class WaitingQueue:
+    """Queued requests: of the tenant with the smallest counter first, and in policy order within it.
+
+    Owns the heaps. Removal is lazy, and so is the order of lanes: counters only grow, so a lane that
+    has the smallest key and is up to date is the first.
+    """
+
+    def __init__(self, policy: Policy, by_tenant: bool = True) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], Request]] = []
+        self._by_tenant = by_tenant
+        self._lanes: dict[tuple[int, TenantAccount | None], _Lane] = {}
+        self._order: list[tuple[int, float, int, _Lane]] = []  # heap of (class, counter, age, lane)
+        self._num_lanes = 0
         self._waiting: dict[str, Request] = {}
         self._aside: list[Request] = []
         # The state of adapters and grammars at which no queued request could start; None: unknown.
@@ -95,15 +114,40 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         self.stuck_at = None
         self._waiting[request.request_id] = request
-        heapq.heappush(self._heap, (self._policy.key(request), request))
+        order = CLASSES.get(request.priority, 0) if self._by_tenant else 0
+        key = (order, request.account if self._by_tenant else None)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(key)
+            heapq.heappush(self._order, (order, lane.counter, self._num_lanes, lane))
+            self._num_lanes += 1
+        heapq.heappush(lane.heap, (self._policy.key(request), request))
+
+    def _first(self) -> _Lane | None:
+        """The first lane; its head is a queued request."""
+        lanes = self._order
+        while lanes:
+            order, counter, age, lane = lanes[0]
+            heap = lane.heap
+            while heap and self._waiting.get(heap[0][1].request_id) is not heap[0][1]:
+                heapq.heappop(heap)
+            if not heap:
+                heapq.heappop(lanes)
+                del self._lanes[lane.key]
+            elif counter != lane.counter:
+                heapq.heapreplace(lanes, (order, lane.counter, age, lane))
+            else:
+                return lane
+        return None
 
     def peek(self) -> Request | None:
-        while self._heap and self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        lane = self._first()
+        return None if lane is None else lane.heap[0][1]
 
     def pop(self) -> Request:
-        request = heapq.heappop(self._heap)[1]
+        lane = self._first()
+        assert lane is not None, "no request is queued"
+        request = heapq.heappop(lane.heap)[1]
         del self._waiting[request.request_id]
         return request
 

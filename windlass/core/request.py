@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
+from windlass.core.fair_share import TenantAccount
 from windlass.core.sampling import SamplingParams
 from windlass.core.trace import RequestAccounting
 from windlass.core.types import (
@@ -34,6 +35,7 @@ class Request:
 
     __slots__ = (
         "_hashes",
+        "account",
         "adapter",
         "adapter_slot",
         "arrival",
@@ -49,6 +51,7 @@ class Request:
         "generation",
         "longest",
         "max_tokens",
+        "num_charged",
         "num_pending",
         "num_prompt",
         "num_scored",
@@ -66,11 +69,9 @@ class Request:
         "slot",
         "stop_ids",
         "tables",
-        "tenant",
         "timeline",
         "tokens",
         "verifying",
-        "weight",
     )
 
     def __init__(
@@ -81,6 +82,7 @@ class Request:
         stop_ids: frozenset[int],
         seed: int,
         now: float,
+        account: TenantAccount,
         adapter_salt: str = "",
     ) -> None:
         self.request_id = new.request_id
@@ -89,7 +91,8 @@ class Request:
         self.sampling: SamplingParams = new.sampling
         self.pooling = new.pooling
         self.priority = new.priority
-        self.tenant, self.weight = new.tenant, new.weight
+        self.account = account
+        self.num_charged = 0  # prompt tokens that the account was charged for
         self.deadline = new.deadline
         self.arrival = arrival
         self.max_tokens = max_tokens

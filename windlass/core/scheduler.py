@@ -19,6 +19,7 @@ from windlass.core.accounting import StepAccounting, blocker_of
 from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.deadlines import Deadlines, Rates
+from windlass.core.fair_share import CLASSES, FairShare
 from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.kv_allocator import CachedPrefix, KVAllocator
 from windlass.core.limits import EngineCaps, SchedulerLimits
@@ -51,6 +52,10 @@ _NO_BLOCKS: list[BlockId] = []
 _MIN_BUDGET = 64  # tokens: a device without memory for these will not recover
 
 
+def _one(_: Request) -> int:
+    return 1
+
+
 class Scheduler:
     """Owns the requests and their KV blocks. Not thread-safe."""
 
@@ -67,11 +72,13 @@ class Scheduler:
         grammars: Grammars | None = None,
         drafts: DraftPlanner | NoDrafts | None = None,
         slo: SloController | None = None,
+        fair_share: bool = True,
     ) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self._policy = policy or Fcfs()
         self._gate = gate or Continuous()
+        self._is_continuous = isinstance(self._gate, Continuous)
         self._random = Random(seed)
         self.adapters = adapters or Adapters()
         self.grammars: Grammars = grammars or NoGrammars()
@@ -83,8 +90,10 @@ class Scheduler:
         # Requests that failed, or ended at their deadline, while the last plan was made.
         self.failed: list[Output] = []
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue(self._policy)
-        self._running: list[Request] = []  # in policy order: the last one is preempted first
+        self._fair = FairShare(limits.max_num_batched_tokens, enabled=fair_share)
+        self._waiting = WaitingQueue(self._policy, by_tenant=fair_share)
+        # In policy order, with tenants taking turns: the last one is preempted first.
+        self._running: list[Request] = []
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
         self._freed: list[SlotId] = []
         self._in_flight: deque[Step] = deque()
@@ -122,7 +131,17 @@ class Scheduler:
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter) if new.adapter else ""
         seed = self._random.getrandbits(62) if new.sampling.seed is None else new.sampling.seed
-        request = Request(new, self._num_arrivals, max_tokens, stops, seed, now, salt)
+        account = self._fair.enter(new, self._waiting.peek(), now)
+        request = Request(
+            new,
+            self._num_arrivals,
+            max_tokens=max_tokens,
+            stop_ids=stops,
+            seed=seed,
+            now=now,
+            account=account,
+            adapter_salt=salt,
+        )
         self._num_arrivals += 1
         self._requests[new.request_id] = request
         if new.sampling.structured_outputs is not None:
@@ -264,6 +283,7 @@ class Scheduler:
             grammars=self.grammars.stats(),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
+            tenant_fairness=self._fair.jain(),
             num_waiting_tokens=sum(prompts_left),
             waiting_by_reason=self.accounting.waiting(len(self._waiting)),
             num_blocks=self._allocator.pool.num_blocks,
@@ -290,8 +310,7 @@ class Scheduler:
         )
         budget = min(self._budget, self._max_budget)
         step = Step(plan, self._limits, budget, began=now, max_samples=max_samples)
-        num_before = self._count.num_preemptions
-        accounting = self.accounting
+        accounting, fair = self.accounting, self._fair
         if not self._running and not self._in_flight:
             accounting.idle(now)
         accounting.begin_plan(now)
@@ -302,11 +321,22 @@ class Scheduler:
         if self._predictions:
             self._predictions.trim(self._running, self._limits.max_num_seqs)
         step.prompt_budget, step.max_running, step.max_drafts = self._slo.limits(self._running, now)
-        self._plan_running(step, now)
+        if fair.measures:
+            fair.begin_plan(now)
+        if fair.is_unsorted:
+            fair.arrange(self._running, self._policy.key)
+        if fair.several:
+            self._make_way(now)
+        num_before = self._count.num_preemptions
+        prompts = self._plan_running(step, now)
+        if fair.measures:
+            fair.charge_rows(step.members, plan.rows)
+        step.decode_budget = step.budget
         if self._count.num_preemptions == num_before:
-            self._plan_waiting(step, now)
+            self._plan_waiting(step, prompts, now)
         else:
-            accounting.block_queue(BLOCKS, now)
+            self._block_queue(BLOCKS, now)
+        self._plan_prompts(step, prompts, math.inf, now)
         num_tokens = step.close(budget)
         if not plan.rows:
             return plan
@@ -327,8 +357,56 @@ class Scheduler:
         """Queued requests that are likely to join the step after the last plan."""
         return min(self._num_free_slots, self.accounting.num_ready(len(self._waiting)))
 
-    def _plan_running(self, step: Step, now: float) -> None:
-        max_pending = self._limits.max_pending
+    def _make_way(self, now: float) -> None:
+        """Preempt requests of tenants over their share for the first tenant of the queue.
+
+        That tenant is within its own share afterwards, so no request is preempted in return.
+        """
+        head = self._waiting.peek()
+        if head is None or not self._may_claim(head):
+            return
+        cached = self._allocator.find(head)
+        if self._allocator.should_wait(head, cached):
+            return
+        fair, limits, pool, account = self._fair, self._limits, self._allocator.pool, head.account
+        num_fair = max(1, int(fair.share(account) * self._max_running))
+        # As many as the step is likely to start.
+        num_starts = 1 + self._budget // (1 + int(account.mean_prompt))
+        num_claims = min(num_starts, account.num_waiting, num_fair - account.num_running)
+        if num_claims > self._num_free_slots:
+            wanted = num_claims - self._num_free_slots
+            for victim in fair.victims(
+                self._running, account, size=_one, total=self._max_running, wanted=wanted
+            ):
+                self._preempt(victim, now)
+        count = limits.chunk(len(head.tokens), self._budget)
+        lacking = self._allocator.lacking(head, cached, count, alone=False)
+        num_blocks = limits.blocks_for(len(head.tokens)) * len(limits.layout.groups)
+        size = self._allocator.num_held
+        for each in self._running:
+            num_blocks += size(each) if each.account is account else 0
+        if lacking > 0 and self._num_free_slots and num_blocks <= fair.share(account) * pool.num_blocks:
+            victims = fair.victims(
+                self._running, account, size=size, total=pool.num_blocks, wanted=lacking
+            )
+            if sum(map(size, victims)) >= lacking:
+                for victim in victims:
+                    self._preempt(victim, now)
+
+    def _may_claim(self, head: Request) -> bool:
+        """Whether requests of other tenants may be preempted for the queue's head."""
+        if not self._is_continuous or head.priority in CLASSES or head.num_pending:
+            return False
+        if head.adapter and not self.adapters.is_resident(head.adapter):
+            return False
+        try:
+            return not head.has_grammar or self.grammars.ready(head.request_id)
+        except EngineError:  # `_blocker` will end the request
+            return False
+
+    def _plan_running(self, step: Step, now: float) -> list[Request]:
+        """Plan the rows of running requests; returns those whose prompts other tenants may delay."""
+        max_pending, prompts = self._limits.max_pending, []
         for request in list(self._running):
             if request.slot is None:  # preempted by this plan, as are all behind it
                 break
@@ -345,29 +423,73 @@ class Scheduler:
                 continue
             if count == 1 and step.budget and step.emit_decode(request):
                 continue
-            chunk = self._limits.chunk(count, step.room_for(count))
-            if chunk == 0 or (chunk == count and not step.may_sample):
-                step.skip(request)
-                continue
-            count = chunk
-            fresh: list[BlockId] | None = _NO_BLOCKS
-            end = request.planned + count
-            if request.drafts or self._limits.lookahead:
-                spare = step.budget - count
-                end = self._allocator.end_with_drafts(request, end, spare, len(self._running))
-            if end > request.room:
-                fresh = self._grow(request, end, now)
-            if fresh is not None:
-                step.emit(request, count, fresh)
+            if count > 1 and self._fair.several:
+                prompts.append(request)
+            else:
+                self._plan_row(step, request, count, now)
+        return prompts
 
-    def _plan_waiting(self, step: Step, now: float) -> None:
+    def _plan_row(self, step: Step, request: Request, count: int, now: float) -> None:
+        """Plan the row of a running request with `count` tokens left."""
+        chunk = self._limits.chunk(count, step.room_for(count))
+        if chunk == 0 or (chunk == count and not step.may_sample):
+            step.skip(request)
+            return
+        count = chunk
+        fresh: list[BlockId] | None = _NO_BLOCKS
+        end = request.planned + count
+        if request.drafts or self._limits.lookahead:
+            spare = step.budget - count
+            end = self._allocator.end_with_drafts(request, end, spare, len(self._running))
+        if end > request.room:
+            fresh = self._grow(request, end, now)
+        if fresh is not None:
+            step.emit(request, count, fresh)
+
+    def _plan_prompts(self, step: Step, prompts: list[Request], counter: float, now: float) -> bool:
+        """Plan the prompts of running requests whose tenants were served at most `counter`."""
+        num_before = len(prompts)
+        while prompts:
+            request = min(prompts, key=lambda each: each.account.counter)
+            if request.account.counter > counter:
+                break
+            prompts.remove(request)
+            if request.slot is None:  # preempted for the prompt before it
+                continue
+            has_rows = step.budget < step.total
+            step.max_prompt = self._prompt_room(step, request)
+            end = request.planned + self._limits.chunk(
+                request.num_left, step.room_for(request.num_left)
+            )
+            # Rows that are planned already must not lose their blocks.
+            if has_rows and self._allocator.need(request, end) > self._allocator.pool.num_free:
+                step.skip(request)
+            else:
+                start = request.planned
+                self._plan_row(step, request, request.num_left, now)
+                if request.planned > start:
+                    self._fair.charge_chunk(request, start)
+        return len(prompts) < num_before
+
+    def _prompt_room(self, step: Step, request: Request) -> int:
+        """Tokens of a prompt that may join the step, beside the rows of other tenants."""
+        if not self._fair.several or request.priority == PROBE_PRIORITY:
+            return step.budget
+        has_prompts = step.budget < step.decode_budget
+        if not (has_prompts or self._limits.chunked_prefill):
+            return step.budget
+        num_tokens = step.total - step.budget
+        room = self._fair.max_step_tokens(request.account) - num_tokens
+        return max(room, 0 if has_prompts else self._fair.min_chunk)
+
+    def _plan_waiting(self, step: Step, prompts: list[Request], now: float) -> None:
         # Adapter loads and grammar compilations finish at any moment: keep the state from before.
         state = self.adapters.state, self.grammars.state
         request = self._waiting.peek()
         if request is None:
             return
         if self._waiting.stuck_at == state:
-            self.accounting.block_queue(self._stuck_for, now)
+            self._block_queue(self._stuck_for, now)
             return
         waited_s = now - request.timeline.arrived
         openings = self._gate.openings(len(self._waiting), len(self._running), waited_s)
@@ -376,6 +498,12 @@ class Scheduler:
         awaits_prefix, count, blockers = False, 1, set()
         while request is not None and openings > 0 and step.has_room and self._num_free_slots:
             if request.num_pending:  # preempted while its last sample is in flight
+                break
+            if prompts and self._plan_prompts(step, prompts, request.account.counter, now):
+                request = self._waiting.peek()
+                continue
+            step.max_prompt = self._prompt_room(step, request)
+            if not step.max_prompt:
                 break
             blocker = self._blocker(request)
             if blocker is not None:
@@ -393,6 +521,8 @@ class Scheduler:
                 if count <= 0:
                     break
                 step.emit(request, count, [block for table in request.tables for block in table])
+                if self._fair.measures:
+                    self._fair.charge_chunk(request, request.computed)
                 openings -= 1
             request = self._waiting.peek()
         is_stuck = request is None and not awaits_prefix and len(blockers) == 1
@@ -407,7 +537,11 @@ class Scheduler:
                 is_full = self._num_free_slots and len(self._running) >= step.max_running
                 if is_full or (blocker == TOKENS and step.prompt_budget <= 0 < step.budget):
                     blocker = SLO
-            self.accounting.block_queue(blocker, now)
+            self._block_queue(blocker, now)
+
+    def _block_queue(self, blocker: int, now: float) -> None:
+        head = self._waiting.peek() if self._fair.several else None
+        self.accounting.block_queue(blocker, now, None if head is None else head.account)
 
     def _blocker(self, request: Request) -> int | None:
         """Return what blocks a queued request: its adapter, its grammar or nothing.
@@ -456,7 +590,12 @@ class Scheduler:
         self._waiting.pop()
         self._gate.moved(+1)
         request.slot = self._slots.popleft()
-        insort(self._running, request, key=self._policy.key)
+        self._fair.start(request, len(request.tokens) - request.computed)
+        if self._fair.several:
+            self._running.append(request)
+            self._fair.is_unsorted = True
+        else:
+            insort(self._running, request, key=self._policy.key)
         self._drafts.admit(request.slot)
         if request.adapter:
             request.adapter_slot = self.adapters.acquire(request.adapter, request.request_id)
@@ -472,6 +611,7 @@ class Scheduler:
         request.timeline.num_preemptions += 1
         self._count.num_preemptions += 1
         self._gate.moved(-1)
+        self._fair.stop(request)
         self._waiting.push(request)
 
     # ---- commit ------------------------------------------------------------------------------
@@ -504,6 +644,8 @@ class Scheduler:
                 outputs.append(Output(request.request_id, prompt_logprobs=scores))
         if self._predictions:
             self._predictions.draft(step, plan, result, self._drafts.withdraw)
+        if step.verifies and self._fair.measures:
+            self._fair.charge_drafts(step.members, plan.rows, result.rows)
         self._count.count_executor(result)
         self._count.add([len(output.tokens) for output in outputs], result.drafting_s)
         failures = result.grammar_failures
@@ -554,6 +696,8 @@ class Scheduler:
             self._running.remove(request)
             self._release(request)
             request.slot = None
+            self._fair.stop(request)
+        self._fair.leave(request)
         if request.deadline is not None:
             self._deadlines.leave()
         if request.adapter:

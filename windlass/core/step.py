@@ -51,6 +51,9 @@ class Step:
     prompt_budget: int = 2**31  # rest of the prompt tokens that the SLO controller allows
     max_running: int = 2**31
     max_drafts: int = 2**31  # per row
+    total: int = 0  # the budget that it began with
+    decode_budget: int = 0  # tokens that the rows before the prompts left
+    max_prompt: int = 2**31  # tokens of the next prompt's chunk
     num_samples: int = 0  # rows that sample
     members: list[tuple[Request, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -60,6 +63,9 @@ class Step:
     verifies: bool = False  # rows have draft tokens; set by `close`
     _verifications: list[_PlannedRow] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.total = self.budget
+
     @property
     def has_room(self) -> bool:
         """Whether a queued request may join."""
@@ -67,7 +73,7 @@ class Step:
 
     def room_for(self, count: int) -> int:
         """The rest of the budget for a row of `count` tokens."""
-        return self.budget if count == 1 else min(self.budget, self.prompt_budget)
+        return self.budget if count == 1 else min(self.budget, self.prompt_budget, self.max_prompt)
 
     @property
     def may_sample(self) -> bool:

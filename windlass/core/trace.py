@@ -22,8 +22,11 @@ BLOCKERS = (
     "sample",  # preempted while its last sample was in flight
     "grammar",  # its grammar was being compiled
     "slo",  # the SLO controller kept the steps short
+    "tenants",  # the head of the queue belonged to a tenant that had been served less
 )
-SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR, SLO = range(len(BLOCKERS))
+SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR, SLO, TENANTS = range(
+    len(BLOCKERS)
+)
 NEXT_STEP = "next step"  # queued requests that arrived since the last plan have no blocker yet
 
 MAX_CHUNKS = 64

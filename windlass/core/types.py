@@ -290,6 +290,7 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    tenant_fairness: float = 1.0  # Jain's index of the tenants' recent service by weight
     num_waiting_tokens: int = 0  # uncomputed prompt tokens of running and queued requests
     waiting_by_reason: dict[str, int] = field(default_factory=dict)  # queued requests by blocker
     num_blocks: int = 0

@@ -104,6 +104,10 @@ class EngineMetrics:
             "Requests in the queue by what blocked them in the last plan.",
             "reason",
         )
+        self._fairness = self._gauge(
+            "tenant_fairness_jain",
+            "Jain's index of the recent service by weight of tenants with queued requests; 1 is equal.",
+        )
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._kv_blocks = self._gauges(
             "kv_cache_blocks", "KV blocks: used, cached (free and reusable), or free.", "state"
@@ -270,6 +274,8 @@ class EngineMetrics:
         for reason, label in _REASONS.items():
             count = stats.waiting_by_reason.get(reason, 0)
             self._waiting_for.labels(*self._labels, label).set(count)
+        )
+        self._fairness.set(stats.tenant_fairness)
         self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
         num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
         blocks = {"used": stats.num_used_blocks, "cached": stats.num_cached_blocks}

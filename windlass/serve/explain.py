@@ -193,6 +193,8 @@ def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineRe
         "sample": f"were spent waiting to resume{preemptions}",
         "slo": f"were spent waiting behind {ahead}, since --slo-tpot-ms keeps steps short",
         "grammar": "were spent waiting for its grammar to be compiled",
+        "tenants": "were spent waiting behind requests of other tenants, which had been served "
+        "fewer tokens for their weight",
         "step": "were spent waiting for the step that was running when the request arrived",
     }
     return descriptions[top]

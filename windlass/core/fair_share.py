@@ -1,0 +1,270 @@
+"""Fair share between tenants: counts what each was served, and decides which comes first.
+
+The counters follow VTC (Sheng et al., "Fairness in Serving Large Language Models"). A tenant's
+counter grows by the cost of its computed tokens over its weight, and the queue takes the tenant
+with the smallest counter. A tenant that had no queued request is lifted to the smallest counter of
+those that have, so that idle time earns no credit. While one tenant uses the engine, nothing is
+counted and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import nsmallest
+from typing import TYPE_CHECKING
+
+from windlass.core.trace import BLOCKERS
+from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY, NewRequest, Row, RowResult
+
+if TYPE_CHECKING:
+    from windlass.core.request import Request
+
+# A generated token takes more of a step than a prompt token; a cached one takes nothing.
+PROMPT_COST = 1.0
+OUTPUT_COST = 2.0
+# Under every policy probes run before, and requests of batches after, those of all tenants.
+CLASSES = {PROBE_PRIORITY: -1, BATCH_PRIORITY: 1}
+
+_RECENT_S = 60.0  # an idle tenant is remembered so long
+_TICK_S = 10.0
+_DECAY = 0.85  # per tick, of the measured service: a window of about a minute
+_NEW_PROMPT = 1 / 8  # weight of the last prompt in a tenant's mean
+_MIN_CHUNK = 256  # prompt tokens that a step of any tenant may have: fewer would waste the device
+
+
+class TenantAccount:
+    """What one tenant has been served, and what it holds. Only FairShare changes it."""
+
+    __slots__ = (
+        "contended",
+        "counter",
+        "head_s",
+        "last_seen",
+        "mean_prompt",
+        "name",
+        "num_requests",
+        "num_running",
+        "service",
+        "weight",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.counter = 0.0  # cost of the computed tokens over the weight; never falls
+        self.num_requests = 0
+        self.num_running = 0
+        self.mean_prompt = 0.0  # computed tokens of a prompt, without cached ones
+        self.last_seen = 0.0
+        self.service = (
+            0.0  # cost over weight, of steps before which several tenants had queued requests
+        )
+        self.contended = 0.0  # the number of those steps
+        self.head_s = [0.0] * len(BLOCKERS)  # while its request was the head, seconds by blocker
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_requests - self.num_running
+
+
+class FairShare:
+    """Owns the accounts of the tenants that had a request in the last minute.
+
+    Without `enabled` it only measures.
+    """
+
+    def __init__(self, budget: int, enabled: bool = True) -> None:
+        self.min_chunk = min(_MIN_CHUNK, max(1, budget // 8))
+        self.enabled = enabled
+        self._accounts: dict[str, TenantAccount] = {}
+        self._probes = TenantAccount("")
+        self._last: TenantAccount | None = None  # whose request started last
+        self._next_tick = 0.0
+        self._total_weight = 1.0  # of tenants with requests
+        self._shortest: list[tuple[float, TenantAccount]] = []  # the two shortest mean prompts
+        self._contenders: set[TenantAccount] = set()  # of this step
+        self.measures = False  # there are several tenants
+        self.several = False  # and they share the engine by weight
+        self.is_unsorted = False  # the running requests must be put in order
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def enter(self, new: NewRequest, head: Request | None, now: float) -> TenantAccount:
+        """The account of a request that joins the queue, whose first request is `head`."""
+        if new.priority == PROBE_PRIORITY:
+            return self._probes
+        account = self._accounts.get(new.tenant)
+        if account is None:
+            account = self._accounts[new.tenant] = TenantAccount(new.tenant)
+            account.last_seen = now
+            self._forget_old(now)
+        account.weight = new.weight
+        if not account.num_waiting:
+            first = self._last if head is None or head.account is self._probes else head.account
+            if first is not None:
+                account.counter = max(account.counter, first.counter)
+        account.num_requests += 1
+        return account
+
+    def start(self, request: Request, num_computed: int) -> None:
+        """Note an admission; the request computes `num_computed` tokens for its first output."""
+        account = request.account
+        account.num_running += 1
+        if account is not self._probes:
+            self._last = account
+            if request.timeline.num_preemptions == 0:
+                rate = _NEW_PROMPT if account.mean_prompt else 1.0
+                account.mean_prompt += rate * (num_computed - account.mean_prompt)
+
+    def stop(self, request: Request) -> None:
+        """Note a preemption or the end of a running request."""
+        request.account.num_running -= 1
+
+    def leave(self, request: Request) -> None:
+        """Note the end of a request that does not run."""
+        if request.account is not self._probes:
+            request.account.num_requests -= 1
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def begin_plan(self, now: float) -> None:
+        """Forget tenants that left, and note which have queued requests."""
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            for account in self._accounts.values():
+                account.service *= _DECAY
+                account.contended *= _DECAY
+            self._forget_old(now)
+        accounts = self._accounts.values()
+        self._total_weight = sum(each.weight for each in accounts if each.num_requests)
+        means = ((each.mean_prompt, each) for each in accounts if each.mean_prompt)
+        self._shortest = nsmallest(2, means, key=lambda pair: pair[0])
+        queued = [account for account in accounts if account.num_waiting]
+        self._contenders = set(queued) if len(queued) > 1 else set()
+        for account in self._contenders:
+            account.contended += 1
+
+    def _forget_old(self, now: float) -> None:
+        for name, account in list(self._accounts.items()):
+            if account.num_requests:
+                account.last_seen = now
+            elif now - account.last_seen > _RECENT_S:
+                del self._accounts[name]
+        self.measures = len(self._accounts) > 1
+        if self.several != (self.measures and self.enabled):
+            self.several = not self.several
+            self.is_unsorted = True
+
+    # ---- service -----------------------------------------------------------------------------
+
+    def charge(self, account: TenantAccount, cost: float) -> None:
+        account.counter += cost / account.weight
+        if account in self._contenders:
+            account.service += cost / account.weight
+
+    def charge_rows(self, members: Sequence[tuple[Request, int]], rows: Sequence[Row]) -> None:
+        """Charge the rows of running requests, without those that verify draft tokens."""
+        counts: dict[TenantAccount, int] = {}
+        for (request, _), row in zip(members, rows, strict=True):
+            if row.num_tokens > 1:
+                self.charge_chunk(request, row.start)
+            else:
+                counts[request.account] = counts.get(request.account, 0) + 1
+        for account, count in counts.items():
+            self.charge(account, OUTPUT_COST * count)
+
+    def charge_drafts(
+        self,
+        members: Sequence[tuple[Request, int]],
+        rows: Sequence[Row],
+        results: Sequence[RowResult],
+    ) -> None:
+        """Charge the generated tokens of rows that verified draft tokens."""
+        for (request, _), row, result in zip(members, rows, results, strict=True):
+            if row.num_drafts:
+                self.charge(request.account, OUTPUT_COST * len(result.tokens))
+
+    def charge_chunk(self, request: Request, start: int) -> None:
+        """Charge the planned tokens from `start` on.
+
+        Prompt tokens that are computed again after a preemption are free.
+        """
+        end = min(request.planned, request.num_prompt)
+        num_prompt = max(0, end - max(start, request.num_charged))
+        request.num_charged += num_prompt
+        cost = PROMPT_COST * num_prompt + (0.0 if request.num_left else OUTPUT_COST)
+        self.charge(request.account, cost)
+
+    def jain(self) -> float:
+        """Jain's index of the service per step of tenants that had queued requests; 1: all equal."""
+        rates = [
+            each.service / each.contended for each in self._accounts.values() if each.contended
+        ]
+        squares = sum(rate * rate for rate in rates)
+        return sum(rates) ** 2 / (len(rates) * squares) if squares else 1.0
+
+    # ---- shares ------------------------------------------------------------------------------
+
+    def max_step_tokens(self, account: TenantAccount) -> int:
+        """Tokens of a step up to which `account` may add a prompt to it.
+
+        As many as the shortest mean prompt of the others: a request of theirs that arrives during
+        the step waits no longer than its own prompt takes.
+        """
+        shortest = [mean for mean, other in self._shortest if other is not account]
+        return max(self.min_chunk, int(shortest[0])) if shortest else 2**31
+
+    def share(self, account: TenantAccount) -> float:
+        """The account's share of the engine, 0 to 1, among tenants with requests."""
+        return account.weight / self._total_weight
+
+    def victims(
+        self,
+        running: Sequence[Request],
+        claimant: TenantAccount,
+        *,
+        size: Callable[[Request], float],
+        total: float,
+        wanted: float,
+    ) -> list[Request]:
+        """The requests to preempt for `claimant`, which together hold `wanted` of a resource.
+
+        They belong to tenants that hold more than their share of its `total` and were served more
+        than the claimant. A tenant keeps one running request. The list may hold less than `wanted`.
+        """
+        held: dict[TenantAccount, float] = {}
+        num_running: dict[TenantAccount, int] = {}
+        for request in running:
+            held[request.account] = held.get(request.account, 0.0) + size(request)
+            num_running[request.account] = num_running.get(request.account, 0) + 1
+        found: list[Request] = []
+        for request in reversed(running):
+            if wanted <= 0:
+                break
+            other = request.account
+            if other is claimant or other is self._probes or other.counter <= claimant.counter:
+                continue
+            if num_running[other] > 1 and held[other] > self.share(other) * total:
+                found.append(request)
+                wanted -= size(request)
+                held[other] -= size(request)
+                num_running[other] -= 1
+        return found
+
+    def arrange(self, running: list[Request], key: Callable[[Request], tuple[int, ...]]) -> None:
+        """Put running requests in the order of `key`, with tenants taking turns by weight.
+
+        The last is preempted first: of the tenant with the most running requests for its weight.
+        """
+        self.is_unsorted = False
+        running.sort(key=key)
+        if not self.several:
+            return
+        counts: dict[TenantAccount, int] = {}
+        turns: dict[Request, tuple[float, ...]] = {}
+        for request in running:
+            account = request.account
+            count = counts[account] = counts.get(account, 0) + 1
+            order = CLASSES.get(request.priority, 0)
+            turns[request] = (order, count / account.weight, *key(request))
+        running.sort(key=turns.__getitem__)
