@@ -213,7 +213,12 @@ class StepAccounting:
         for request, blocker in self.passed:
             if request.finish is None:
                 counts[BLOCKERS[blocker]] = counts.get(BLOCKERS[blocker], 0) + 1
-        if rest := num_waiting - sum(counts.values()):
+        rest = num_waiting - sum(counts.values())
+        if self.head is not None:
+            num_passed = sum(request.account is self.head for request, _ in self.passed)
+            own = min(rest, max(0, self.head.num_waiting - num_passed))
+            counts[BLOCKERS[TENANTS]], rest = rest - own, own
+        if rest:
             reason = NEXT_STEP if self.blocker is None else BLOCKERS[self.blocker]
             counts[reason] = counts.get(reason, 0) + rest
         return counts

@@ -3,7 +3,7 @@
 The counters follow VTC (Sheng et al., "Fairness in Serving Large Language Models"). A tenant's
 counter grows by the cost of its computed tokens over its weight, and the queue takes the tenant
 with the smallest counter. A tenant that had no queued request is lifted to the smallest counter of
-those that have, so that idle time earns no credit. While one tenant uses the engine, nothing is
+those that have, less one step: idle time earns no more credit than a short burst needs. While one tenant uses the engine, nothing is
 counted and nothing changes.
 """
 
@@ -48,10 +48,10 @@ class TenantAccount:
         "weight",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, counter: float = 0.0) -> None:
         self.name = name
         self.weight = 1.0
-        self.counter = 0.0  # cost of the computed tokens over the weight; never falls
+        self.counter = counter  # cost of the computed tokens over the weight; never falls
         self.num_requests = 0
         self.num_running = 0
         self.mean_prompt = 0.0  # computed tokens of a prompt, without cached ones
@@ -75,12 +75,14 @@ class FairShare:
 
     def __init__(self, budget: int, enabled: bool = True) -> None:
         self.min_chunk = min(_MIN_CHUNK, max(1, budget // 8))
+        self._credit = PROMPT_COST * budget  # of a tenant that was idle: a short burst goes first
         self.enabled = enabled
         self._accounts: dict[str, TenantAccount] = {}
         self._probes = TenantAccount("")
         self._last: TenantAccount | None = None  # whose request started last
         self._next_tick = 0.0
-        self._total_weight = 1.0  # of tenants with requests
+        self._active: list[TenantAccount] = []  # those with requests
+        self._total_weight = 1.0  # of those
         self._shortest: list[tuple[float, TenantAccount]] = []  # the two shortest mean prompts
         self._contenders: set[TenantAccount] = set()  # of this step
         self.measures = False  # there are several tenants
@@ -95,14 +97,15 @@ class FairShare:
             return self._probes
         account = self._accounts.get(new.tenant)
         if account is None:
-            account = self._accounts[new.tenant] = TenantAccount(new.tenant)
+            account = self._accounts[new.tenant] = TenantAccount(new.tenant, -self._credit)
             account.last_seen = now
             self._forget_old(now)
         account.weight = new.weight
         if not account.num_waiting:
+            # Without a queue, the tenant that started last stands for the others, as in VTC.
             first = self._last if head is None or head.account is self._probes else head.account
             if first is not None:
-                account.counter = max(account.counter, first.counter)
+                account.counter = max(account.counter, first.counter - self._credit / new.weight)
         account.num_requests += 1
         return account
 
@@ -136,7 +139,8 @@ class FairShare:
                 account.contended *= _DECAY
             self._forget_old(now)
         accounts = self._accounts.values()
-        self._total_weight = sum(each.weight for each in accounts if each.num_requests)
+        self._active = [each for each in accounts if each.num_requests]
+        self._total_weight = sum(each.weight for each in self._active)
         means = ((each.mean_prompt, each) for each in accounts if each.mean_prompt)
         self._shortest = nsmallest(2, means, key=lambda pair: pair[0])
         queued = [account for account in accounts if account.num_waiting]
@@ -150,6 +154,10 @@ class FairShare:
                 account.last_seen = now
             elif now - account.last_seen > _RECENT_S:
                 del self._accounts[name]
+        if len(self._accounts) > 1 and not self.measures:
+            for account in self._accounts.values():
+                if account.num_running:  # it was served, and nothing was counted
+                    account.counter += self._credit / account.weight
         self.measures = len(self._accounts) > 1
         if self.several != (self.measures and self.enabled):
             self.several = not self.several
@@ -209,10 +217,21 @@ class FairShare:
         """Tokens of a step up to which `account` may add a prompt to it.
 
         As many as the shortest mean prompt of the others: a request of theirs that arrives during
-        the step waits no longer than its own prompt takes.
+        the step waits no longer than its own prompt takes. A tenant that was served the least and
+        has the fewest requests is not held back.
         """
         shortest = [mean for mean, other in self._shortest if other is not account]
-        return max(self.min_chunk, int(shortest[0])) if shortest else 2**31
+        if not shortest or self._is_lightest(account):
+            return 2**31
+        return max(self.min_chunk, int(shortest[0]))
+
+    def _is_lightest(self, account: TenantAccount) -> bool:
+        others = [other for other in self._active if other is not account]
+        load = account.num_requests / account.weight
+        return bool(others) and all(
+            other.counter > account.counter and other.num_requests / other.weight > load
+            for other in others
+        )
 
     def share(self, account: TenantAccount) -> float:
         """The account's share of the engine, 0 to 1, among tenants with requests."""

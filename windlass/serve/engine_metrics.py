@@ -274,7 +274,6 @@ class EngineMetrics:
         for reason, label in _REASONS.items():
             count = stats.waiting_by_reason.get(reason, 0)
             self._waiting_for.labels(*self._labels, label).set(count)
-        )
         self._fairness.set(stats.tenant_fairness)
         self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
         num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
