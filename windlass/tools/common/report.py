@@ -54,6 +54,7 @@ _TEXT_COLUMNS = (
 PAGES = (
     "docs/bench-serve.md",
     "docs/benchmarks.md",
+    "docs/fairness.md",
     "docs/lora.md",
     "docs/ladder.md",
     "docs/parallel.md",
@@ -75,6 +76,14 @@ COLUMNS: dict[str, Columns] = {
         "good": "within both targets",
         "goodput": "of these per second",
         "tok_s": "output tok/s",
+    "fair-share": {
+        "label": "run",
+        "requests": "requests",
+        "ttft_p50_ms": "TTFT p50 ms",
+        "ttft_p99_ms": "TTFT p99 ms",
+        "p99_ratio": "p99 over alone",
+        "jain": "Jain's index",
+        "flood_left": "requests of the flood left",
     },
     "http-rate": {
         "model": "model",
