@@ -30,9 +30,9 @@ from windlass.core.trace import (
 from windlass.core.types import Account, Row
 
 if TYPE_CHECKING:
-    from windlass.core.fair_share import TenantAccount
     from windlass.core.request import Request
     from windlass.core.step import Step
+    from windlass.core.tenant_account import TenantAccount
 
 _MAX_TRACES = 4096  # bound of finished traces that no caller has taken yet
 _RING = 4096  # steps whose batch size is kept

@@ -3,21 +3,18 @@
 The counters follow VTC (Sheng et al., "Fairness in Serving Large Language Models"). A tenant's
 counter grows by the cost of its computed tokens over its weight, and the queue takes the tenant
 with the smallest counter. A tenant that had no queued request is lifted to the smallest counter of
-those that have, less one step: idle time earns no more credit than a short burst needs. While one tenant uses the engine, nothing is
-counted and nothing changes.
+those that have, less one step: idle time earns no more credit than a short burst needs. While one
+tenant uses the engine, nothing is counted and nothing changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
-from typing import TYPE_CHECKING
 
-from windlass.core.trace import BLOCKERS
+from windlass.core.request import Request
+from windlass.core.tenant_account import TenantAccount
 from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY, NewRequest, Row, RowResult
-
-if TYPE_CHECKING:
-    from windlass.core.request import Request
 
 # A generated token takes more of a step than a prompt token; a cached one takes nothing.
 PROMPT_COST = 1.0
@@ -30,41 +27,6 @@ _TICK_S = 10.0
 _DECAY = 0.85  # per tick, of the measured service: a window of about a minute
 _NEW_PROMPT = 1 / 8  # weight of the last prompt in a tenant's mean
 _MIN_CHUNK = 256  # prompt tokens that a step of any tenant may have: fewer would waste the device
-
-
-class TenantAccount:
-    """What one tenant has been served, and what it holds. Only FairShare changes it."""
-
-    __slots__ = (
-        "contended",
-        "counter",
-        "head_s",
-        "last_seen",
-        "mean_prompt",
-        "name",
-        "num_requests",
-        "num_running",
-        "service",
-        "weight",
-    )
-
-    def __init__(self, name: str, counter: float = 0.0) -> None:
-        self.name = name
-        self.weight = 1.0
-        self.counter = counter  # cost of the computed tokens over the weight; never falls
-        self.num_requests = 0
-        self.num_running = 0
-        self.mean_prompt = 0.0  # computed tokens of a prompt, without cached ones
-        self.last_seen = 0.0
-        self.service = (
-            0.0  # cost over weight, of steps before which several tenants had queued requests
-        )
-        self.contended = 0.0  # the number of those steps
-        self.head_s = [0.0] * len(BLOCKERS)  # while its request was the head, seconds by blocker
-
-    @property
-    def num_waiting(self) -> int:
-        return self.num_requests - self.num_running
 
 
 class FairShare:

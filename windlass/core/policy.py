@@ -6,8 +6,9 @@ import heapq
 from collections.abc import Iterator
 from typing import Protocol
 
-from windlass.core.fair_share import CLASSES, TenantAccount
+from windlass.core.fair_share import CLASSES
 from windlass.core.request import Request
+from windlass.core.tenant_account import TenantAccount
 
 
 class Policy(Protocol):

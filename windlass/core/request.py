@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from windlass.core.blocks import block_hash, root_hash
-from windlass.core.fair_share import TenantAccount
 from windlass.core.sampling import SamplingParams
+from windlass.core.tenant_account import TenantAccount
 from windlass.core.trace import RequestAccounting
 from windlass.core.types import (
     BlockId,
