@@ -385,7 +385,11 @@ class Scheduler:
         size = self._allocator.num_held
         for each in self._running:
             num_blocks += size(each) if each.account is account else 0
-        if lacking > 0 and self._num_free_slots and num_blocks <= fair.share(account) * pool.num_blocks:
+        if (
+            lacking > 0
+            and self._num_free_slots
+            and num_blocks <= fair.share(account) * pool.num_blocks
+        ):
             victims = fair.victims(
                 self._running, account, size=size, total=pool.num_blocks, wanted=lacking
             )

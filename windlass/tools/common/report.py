@@ -76,6 +76,7 @@ COLUMNS: dict[str, Columns] = {
         "good": "within both targets",
         "goodput": "of these per second",
         "tok_s": "output tok/s",
+    },
     "fair-share": {
         "label": "run",
         "requests": "requests",
