@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from windlass.kernels.capture import garbage_kept
 from windlass.kernels.gemm import Norm, OverlappedGemm, TorchGemm, batch_invariant_linear
 from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.storages import Held
@@ -286,7 +287,7 @@ def _time(group: list[Tensor], gemm: Callable[[Tensor], Inputs]) -> float:
     gemm(group[0])  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with garbage_kept(), torch.cuda.graph(graph):
         for weight in _rotation(group):
             gemm(weight)
     times = []

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.kernels.capture import garbage_kept
 from windlass.kernels.storages import Held, held
 
 Key = TypeVar("Key", bound=Hashable)
@@ -55,7 +56,8 @@ class CudaBackend:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Another thread may pin memory for an adapter during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with garbage_kept(), captured:
             outputs = compute()
         return graph.replay, outputs
 
