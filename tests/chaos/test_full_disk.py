@@ -33,7 +33,7 @@ def ready(report, url):
 if __name__ == "__main__":
     folder, max_bytes = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-    start_logging("text")
+    start_logging("text", "info")
     config = ServeConfig(
         port=0, data_dir=folder + "/data", record_traffic=folder + "/traffic", record_share=1.0,
         enable_log_requests=True,
