@@ -215,6 +215,7 @@ def test_sighup_to_the_process_group_reloads_and_a_closed_terminal_ends_the_serv
     name = os.ttyname(theirs)
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         os.setsid()
         os.close(os.open(name, os.O_RDWR))  # a session leader's first terminal controls it
 
