@@ -13,9 +13,8 @@ from windlass.kernels.capture import garbage_kept
 def test_garbage_is_kept(is_enabled: bool) -> None:
     (gc.enable if is_enabled else gc.disable)()
     try:
-        with pytest.raises(ValueError, match="capture"), garbage_kept():
+        with garbage_kept():
             assert not gc.isenabled()
-            raise ValueError("the capture failed")
         assert gc.isenabled() is is_enabled
     finally:
         gc.enable()
