@@ -154,7 +154,10 @@ def test_http_workers_share_the_budget_of_bodies() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 900000\r\n\r\n"
     with running(http_workers=2, **limits) as server, ExitStack() as stack:
         clients = [stack.enter_context(RawClient(server.url)) for _ in range(6)]
-        for client in clients:  # three for each worker, which has room for two
+        for client in clients[:4]:  # two for each worker, which has no room for a third
+            client.send(head + b"a" * 800_000)
+        wait_until(lambda: server.metric("http_buffered_body_bytes") == 3_200_000)
+        for client in clients[4:]:
             client.send(head + b"a" * 800_000)
         wait_until(lambda: num_cut(server, "body_memory") == 2)
 

@@ -17,7 +17,7 @@ Serve = Callable[..., tuple[int, str]]
 @pytest.fixture
 def serve(toy: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Run `windlass serve` up to the start of the server, which exits with code 77."""
-    monkeypatch.setattr(build, "serve", lambda *_: 77)
+    monkeypatch.setattr(build, "serve", lambda *_, **__: 77)
 
     def run(*args: object) -> tuple[int, str]:
         fixed = ["serve", toy, "--load-format", "dummy", "--num-threads", "1"]
