@@ -41,6 +41,7 @@ ProfileName = Literal["chat", "batch", "hybrid"]
 AUTO = -1  # for integers: the engine chooses the value and reports the reason
 MAX_THREADS = 1024
 MAX_HTTP_WORKERS = 64
+MIN_LOG_INTERVAL_S = 0.05
 _MAX_TIMEOUT_S = 1e7  # about 115 days; timers cannot wait much longer
 
 
@@ -510,7 +511,12 @@ class ServeConfig:
                 raise ConfigError(
                     f"{flag(name)} must be at most {_MAX_TIMEOUT_S:g}, got {getattr(self, name):g}."
                 )
-        at_least(self, 0, "log_stats_interval", "max_metric_tenants")
+        at_least(self, 0, "max_metric_tenants")
+        if self.log_stats_interval != 0 and self.log_stats_interval < MIN_LOG_INTERVAL_S:
+            raise ConfigError(
+                f"--log-stats-interval must be 0 or at least {MIN_LOG_INTERVAL_S} (seconds), got "
+                f"{self.log_stats_interval}."
+            )
         self._check_transport()
         for key in self.api_key:
             check_key(key, "--api-key")

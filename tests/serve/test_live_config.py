@@ -460,6 +460,7 @@ def test_every_live_setting_has_its_effect_without_a_restart(
         ({"max_num_batched_tokens": 63}, "max_num_batched_tokens", "below --max-num-seqs (64)"),
         ({"spec_enabled": False}, "spec_enabled", "does nothing without speculation"),
         ({"hang_timeout": 1e300}, "hang_timeout", "must be at most 1e+07, got 1e+300"),
+        ({"log_stats_interval": 1e-300}, "log_stats_interval", "must be 0 or at least 0.05"),
         ({"version": "1"}, "version", "must be a number"),
         ([], None, "must be a JSON object"),
     ],
