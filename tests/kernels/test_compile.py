@@ -15,11 +15,13 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction  # noqa: E402
 from triton.runtime import JITFunction  # noqa: E402
 
 from tests.kernels.chunk_cases import CHUNKS  # noqa: E402
 from tests.kernels.compile_cases import LORA_AND_SPECULATION  # noqa: E402
 from tests.kernels.expert_cases import EXPERTS  # noqa: E402
+from tests.kernels.gluon_cases import GLUON  # noqa: E402
 from tests.kernels.latent_cases import LATENT  # noqa: E402
 from tests.kernels.mamba_cases import MAMBA  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
@@ -27,6 +29,7 @@ from windlass.kernels.triton import (  # noqa: E402
     all_reduce,
     attention,
     attention_kernels,
+    block_copy,
     eight_bit,
     fp8_kernels,
     grouped,
@@ -45,7 +48,7 @@ X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 FP8 = "*fp8e4nv"
 ALIGNED = (
     *("N", "K", "K_PAD", "N0", "N1", "N2", "span"),
-    *("table_stride", "stride", "width", "size"),
+    *("table_stride", "stride", "width", "size", "words"),
     *(
         "q_stride",
         "latent_stride",
@@ -76,6 +79,10 @@ DECODE = {
     **dict.fromkeys(("counters", "singles", "positions", "token_slots", "tables"), I),
     **{"table_stride": "i32", "scale": "fp32", "cap": "fp32", "window": "i32"},
     **{"width": "i32", "spare": "i32", "cos_sin": F, "q_weight": X, "k_weight": X, "eps": "fp32"},
+}
+BLOCKS = {
+    **dict.fromkeys(("pages", "ids", "records"), L),
+    **dict.fromkeys(("num_blocks", "words", "stride"), "i32"),
 }
 PREFILL = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
@@ -366,6 +373,8 @@ CASES = {
     "prefill 256 special": prefill(256, 256, True),
     "decode 128": decode(128, 128, 1),
     "decode 128 split": decode(128, 128, 8),
+    "decode 128 in many splits": decode(128, 128, 64, raw=True),
+    "decode 64 with sinks in many splits, fp8": decode(64, 64, 128, codes=FP8, sinks=True),
     "decode 96 special": decode(96, 128, 8, True),
     "decode 256": decode(256, 256, 4),
     "decode raw": decode(128, 128, 2, raw=True),
@@ -411,12 +420,15 @@ CASES = {
     "split": (sample.sample_split_kernel, SPLIT, {"SPLITS": 8, "TILE": 2048}, {}),
     "join": (sample.sample_join_kernel, JOIN, {"SPLITS": 8}, {"num_warps": 1}),
     "change logits": (logits.change_logits_kernel, CHANGE, {"TILE": 1024}, {"num_warps": 4}),
+    "gather blocks": (block_copy.copy_blocks_kernel, BLOCKS, {"SCATTER": False, "TILE": 1024}, {}),
+    "scatter blocks": (block_copy.copy_blocks_kernel, BLOCKS, {"SCATTER": True, "TILE": 1024}, {}),
     "count tokens": (logits.count_tokens_kernel, COUNT, {}, {"num_warps": 1}),
     **LORA_AND_SPECULATION,
     **EXPERTS,
     **LATENT,
     **CHUNKS,
     **MAMBA,
+    **GLUON,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
 
@@ -433,10 +445,13 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     }
     # A pointer that is not in the signature is None.
     absent = {key: None for key, kind in full.items() if kind == "constexpr"}
-    constants = {**absent, **constants, "PDL": True}
-    options = {**options, "launch_pdl": True}
+    constants = {**absent, **constants}
+    if "PDL" in names:
+        constants["PDL"] = True
+        options = {**options, "launch_pdl": True}
     values = {(names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(function, full, constexprs=values, attrs=aligned)
+    make = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    source = make(function, full, constexprs=values, attrs=aligned)
     kernel = triton.compile(source, target=HOPPER, options=options)
     assert kernel.metadata.shared <= MAX_SHARED_BYTES
     binary = tmp_path / "kernel.cubin"

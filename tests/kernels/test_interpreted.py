@@ -107,6 +107,23 @@ def test_attention(window: int | None, cap: float | None) -> None:
 
 
 @inside
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_long_contexts_are_merged_from_many_splits(with_sinks: bool) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    heads = Heads(6, 2, 48)
+    kv, batch = make_batch(heads, [(900, 1), (0, 1), (257, 1)])
+    work = replace(batch.work, splits=32, long_contexts=True)
+    options = AttentionOptions(0.2, sinks=torch.randn(6) if with_sinks else None)
+    q = torch.randn(3, 6, 48)
+    got = attention(q, kv, replace(batch, work=work), options)
+    torch.testing.assert_close(
+        got, reference.attention(q, kv, batch, options), atol=1e-4, rtol=1e-3
+    )
+    assert not work.counters.any()
+
+
+@inside
 @pytest.mark.parametrize("window", [1, 20, 70])
 def test_attention_reads_nothing_behind_the_window(window: int) -> None:
     from windlass.kernels.triton.attention import attention

@@ -198,6 +198,14 @@ class KVCache:
         pages = self._owned[0]
         return pages if len(self._owned) == 1 and pages.ndim == 6 and pages.shape[1] == 2 else None
 
+    def planes(self) -> list[Tensor]:
+        """Views of all pages as [planes, blocks, bytes]: block b is [:, b] of every tensor."""
+        return [
+            tensor.view(-1, tensor.shape[self._block_axis], math.prod(page)).view(torch.uint8)
+            for tensor in self._owned
+            for page in [tensor.shape[self._block_axis + 1 :]]
+        ]
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in all layers. Every source is read before any target is written."""
         if not pairs:
@@ -270,6 +278,7 @@ class AttentionWork:
     width: int = 1
     siblings: int = 0
     spare: int = 0
+    long_contexts: bool = False  # of few single tokens: splits are many, and tiles small
     long: LongChunks | None = None
 
 

@@ -103,7 +103,8 @@ def attend(
     values, rows, columns = values_and_scales(qkv)
     quantised = kv.key_scales is not None
     tokens = values.shape[0]
-    fused = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
+    few = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
+    fused = few and not work.long_contexts  # the fused kernel needs more registers
     assert fused or not work.siblings
     if fused:
         out = values.new_empty((tokens, heads.num_q, heads.dim))
@@ -132,14 +133,19 @@ def _in_log2(options: AttentionOptions) -> tuple[float, float]:
     return options.scale * _LOG2_E, (options.soft_cap or 1.0) * _LOG2_E
 
 
-def _decode_options(dim_pad: int, splits: int, quantised: bool = False) -> dict[str, int]:
+def _decode_options(
+    dim_pad: int, splits: int, quantised: bool = False, long_contexts: bool = False
+) -> dict[str, int]:
     """Tiling and launch options of the decode kernel; splits stay long if rows fill the device.
 
-    Dequantisation needs registers and loads scales. If rows fill the device, programs of two warps
-    overlap better; otherwise longer tiles reduce their number.
+    Dequantisation needs registers and loads scales. If rows or long contexts fill the device,
+    programs of two warps overlap better; otherwise longer tiles reduce their number.
     """
     if dim_pad > 128:
         return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
+    if long_contexts:
+        tile, stages = (64, 3) if quantised else (32, 4)
+        return {"TILE": tile, "MIN_TILES": 256 // tile, "num_warps": 2, "num_stages": stages}
     min_split = 512 if splits <= 2 else 128
     tile, warps = 64, 4
     if quantised:
@@ -210,7 +216,7 @@ def _decode(
         PER_HEAD=norms is not None and norms.per_head,
         WINDOWED=options.window is not None,
         CAPPED=options.soft_cap is not None,
-        **_decode_options(dim_pad, splits, kv.key_scales is not None),
+        **_decode_options(dim_pad, splits, kv.key_scales is not None, work.long_contexts),
         **pdl.options(),
     )
 

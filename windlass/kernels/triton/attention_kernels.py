@@ -18,6 +18,8 @@ from windlass.kernels.triton.decode_query import (
     soft_capped,
 )
 
+SERIAL_SPLITS = tl.constexpr(16)  # more splits are merged all at once
+
 
 @triton.jit
 def _scales(at, seen, MASKED: tl.constexpr):
@@ -180,17 +182,49 @@ def _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, D
 
 
 @triton.jit
-def _store_split(
-    state, splits, split, num_splits, counter, out, mask, row_mask, DIM: tl.constexpr,
-    sinks=None, heads=None,
+def _merge_heads(
+    splits, first, num_splits, out, sinks, head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of one split; the last program to finish merges all splits."""
+    """Merge many splits, whose states begin at `first`: all of them at once, for one head at a time."""
+    split_out, split_max, split_sum = splits
+    split, d, one = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD), tl.arange(0, 1)
+    inside = split < num_splits
+    for each in tl.static_range(GROUP):
+        at = first + each * SPLITS + split
+        m = tl.load(split_max + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(split_sum + at, mask=inside, other=0.0, cache_modifier=".cg")
+        mask = inside[:, None] & (d < DIM)[None, :]
+        values_at = split_out + at.to(tl.int64)[:, None] * DIM + d[None, :]
+        values = tl.load(values_at, mask=mask, other=0.0, cache_modifier=".cg")
+        top = tl.max(m, 0)
+        weights = tl.exp2(m - top)
+        acc = tl.sum(values * weights[:, None], 0)[None, :]
+        state = (one + top, one + tl.sum(weights * total, 0), acc)
+        merged = _result(state, sinks, one + head + each, one == 0)
+        tl.store(
+            out + each * DIM + d[None, :], merged.to(out.dtype.element_ty), mask=(d < DIM)[None, :]
+        )
+
+
+@triton.jit
+def _store_state(state, splits, split, mask, row_mask, DIM: tl.constexpr):
     m, total, acc = state
     split_out, split_max, split_sum = splits
     tl.store(split_out + split * DIM, acc, mask=mask)
     tl.store(split_max + split, m, mask=row_mask)
     tl.store(split_sum + split, total, mask=row_mask)
     tl.debug_barrier()
+
+
+@triton.jit
+def _store_split(
+    state, splits, split, num_splits, counter, out, mask, row_mask, DIM: tl.constexpr,
+    sinks=None, heads=None,
+):  # fmt: skip
+    """Store the state of one split; the last program to finish merges all splits."""
+    split_out, split_max, split_sum = splits
+    _store_state(state, splits, split, mask, row_mask, DIM)
     if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
         merged = _merge_splits(split_out, split_max, split_sum, num_splits, mask, row_mask, DIM)
         merged = _result(merged, sinks, heads, row_mask)
@@ -275,11 +309,22 @@ def paged_decode_kernel(
         at = base.to(tl.int64)[:, None] * DIM + d[None, :]
         splits = (split_out + at, split_max + base, split_sum + base)
         counter = counters + index * NUM_KV + head
-        target = out + q_at
-        _store_split(
-            *(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM),
-            *(sinks, q_heads),
-        )
+        if SPLITS <= SERIAL_SPLITS:
+            target = out + q_at
+            _store_split(
+                *(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM),
+                *(sinks, q_heads),
+            )
+        else:
+            _store_state(state, splits, split, q_mask, g < GROUP, DIM)
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                first_head = head * GROUP
+                _merge_heads(
+                    (split_out, split_max, split_sum), (index * NUM_Q + first_head) * SPLITS,
+                    num_splits, out + token * (NUM_Q * DIM) + first_head * DIM, sinks, first_head,
+                    GROUP, DIM, DIM_PAD, SPLITS,
+                )  # fmt: skip
+                tl.store(counter, 0)
 
 
 @triton.jit

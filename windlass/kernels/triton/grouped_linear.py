@@ -1,8 +1,8 @@
-"""Group-wise int4 and int8 weights on CUDA: a fused kernel for few rows, dequantisation for many.
+"""Group-wise int4 and int8 weights on CUDA: fused kernels for few rows, dequantisation for many.
 
 Weights are repacked at load. Dequantising a weight for one GEMM costs about as much as reading it,
-which pays off for many rows. If the format quantises activations to 8 bits, GEMMs of many rows run
-in fp8.
+which pays off for many rows; Hopper GPUs unpack int4 in registers for up to hundreds of rows
+(int4_wide.py). If the format quantises activations to 8 bits, GEMMs of many rows run in fp8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
+from windlass.kernels.triton.int4_wide import MAX_ROWS as MAX_WIDE_ROWS
+from windlass.kernels.triton.int4_wide import Int4WideGemm
 from windlass.kernels.triton.quantise import quantise_blocks, quantise_rows
 from windlass.kernels.triton.reduce import SplitWorkspace
 
@@ -146,6 +148,7 @@ class GroupQuantGemm(RowReader):
                 None if self._offsets is None else pad(self._offsets, (0, 0, 0, missing))
             )
         self._in_fp8 = _in_fp8(form)
+        self._wide = self._make_wide(space)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
         values = (
@@ -153,6 +156,22 @@ class GroupQuantGemm(RowReader):
             * self._num_out
         )
         space.reserve(self._codes.device, values, self._tiles)
+
+    def _make_wide(self, space: SplitWorkspace) -> Int4WideGemm | None:
+        """The GEMM of int4 weights and 16-bit activations for rows that do not fit the fused one."""
+        device = self._codes.device
+        if self._bits != 4 or self._in_fp8 is not None or self._offsets is None:
+            return None
+        if not Int4WideGemm.supports(device, self._num_in, self._half):
+            return None
+        return Int4WideGemm(
+            self._codes,
+            self._scales,
+            self._offsets,
+            group=self._group,
+            half=self._half,
+            space=space,
+        )
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         scales = () if self._in_fp8 is None else self._in_fp8.tensors()
@@ -168,7 +187,11 @@ class GroupQuantGemm(RowReader):
         return InputQuant("rows")
 
     def apply(self, x: Inputs) -> Tensor:
-        if x.shape[0] <= _MAX_FUSED_ROWS:
+        num_rows = x.shape[0]
+        if self._wide is not None and _MAX_FINE_ROWS < num_rows <= MAX_WIDE_ROWS:
+            assert isinstance(x, Tensor)
+            return self._wide.apply((x if self._perm is None else x[:, self._perm]).contiguous())
+        if num_rows <= _MAX_FUSED_ROWS:
             assert isinstance(x, Tensor)
             return self._fused(x)
         if self._in_fp8 is not None:

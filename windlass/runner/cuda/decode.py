@@ -20,7 +20,7 @@ from torch import Tensor
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.storages import Held
 from windlass.runner.cuda.graphs import Graph, GraphSet
-from windlass.runner.cuda.metadata import DeviceMetadata
+from windlass.runner.cuda.metadata import LONG_CONTEXT, MAX_LONG_ROWS, DeviceMetadata
 from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import Executor, PendingStep
@@ -41,11 +41,17 @@ class DecodeShape:
     size: int
     batch_invariant: bool = False
     adapted: bool = False  # some rows use LoRA adapters
+    long_contexts: bool = False
 
     @property
     def numbers(self) -> int:
         """Input numbers per row: token, position, slot, new block and adapter."""
         return 5 if self.adapted else 4
+
+
+def _may_be_long(size: int, context: int) -> bool:
+    """Whether attention of so many rows has more splits if the longest context is `context`."""
+    return size <= MAX_LONG_ROWS and context >= LONG_CONTEXT
 
 
 # (tokens, logits) of a step, or (hidden states,) on a stage before the last
@@ -70,8 +76,11 @@ class DecodeGraphs(Executor):
         self._graphs: GraphSet[DecodeShape, tuple[Tensor, ...]] = GraphSet(
             stage.backend, lambda shape: compute(shape, self._inputs.on_device)
         )
+        max_context = slots.tables.shape[-1] * slots.size
         for size in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
             self._capture(DecodeShape(size))
+            if _may_be_long(size, max_context):
+                self._capture(DecodeShape(size, long_contexts=True))
 
     def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, ...]]:
         self._view(shape)[:] = self._padding[: shape.numbers]
@@ -103,7 +112,12 @@ class DecodeGraphs(Executor):
 
     def launch(self, inputs: StepInputs) -> PendingStep:
         size = self._sizes[bisect_left(self._sizes, inputs.shape.num_rows)]
-        shape = DecodeShape(size, inputs.shape.batch_invariant, inputs.shape.adapted)
+        shape = DecodeShape(
+            size,
+            batch_invariant=inputs.shape.batch_invariant,
+            adapted=inputs.shape.adapted,
+            long_contexts=_may_be_long(size, inputs.shape.max_start),
+        )
         graph = self._graphs.get(shape) or self._capture(shape)
         view, count = self._view(shape), inputs.shape.num_rows
         inputs.pack(view)
@@ -145,7 +159,7 @@ def decode_forward(parts: RunnerParts, stage: GraphStage, metadata: DeviceMetada
             num_warps=1,
             **pdl.options(),
         )
-        work = metadata.singles(size)
+        work = metadata.singles(size, shape.long_contexts)
         if shape.batch_invariant:
             columns = (work.singles, torch.ones_like(positions), row_slots, positions, positions)
             work = metadata.tiles_only(torch.stack(columns, dim=1))

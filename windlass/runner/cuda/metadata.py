@@ -23,13 +23,20 @@ from windlass.runner.adapters import in_tiles
 from windlass.runner.inputs import StepInputs
 from windlass.runner.slots import SlotTables, to_device
 
+# Positions from which the contexts of few rows are read by more splits with smaller tiles.
+LONG_CONTEXT = 16_384
+MAX_LONG_ROWS = 16
+_MAX_SPLITS, _MAX_LONG_SPLITS = 16, 64
 
-def num_splits(num_rows: int, num_kv_heads: int, multiprocessors: int) -> int:
+
+def num_splits(
+    num_rows: int, num_kv_heads: int, multiprocessors: int, max_splits: int = _MAX_SPLITS
+) -> int:
     """Number of KV splits per row, so that few or uneven rows fill the device."""
     programs = max(1, num_rows * num_kv_heads)
     if programs >= 15 * multiprocessors:
         return 1
-    return max(2, min(16, _power_below(4 * multiprocessors // programs)))
+    return max(2, min(max_splits, _power_below(4 * multiprocessors // programs)))
 
 
 def _power_below(number: int) -> int:
@@ -96,8 +103,13 @@ class DeviceMetadata:
         num_kv_heads: int,
         num_positions: int,
         multiprocessors: int,
+        latent: bool = False,
     ) -> None:
-        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step."""
+        """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step.
+
+        `latent`: the decode kernel of MLA merges its splits one after the other.
+        """
+        self._max_long_splits = _MAX_SPLITS if latent else _MAX_LONG_SPLITS
         self.tile = tile
         self.num_kv_heads = num_kv_heads
         self._slots = slots
@@ -110,16 +122,18 @@ class DeviceMetadata:
     def storages(self) -> Iterator[Held]:
         return held("tables", self.indices, self.counters)
 
-    def splits(self, num_rows: int) -> int:
-        return num_splits(num_rows, self.num_kv_heads, self._multiprocessors)
+    def splits(self, num_rows: int, long_contexts: bool = False) -> int:
+        most = self._max_long_splits if long_contexts else _MAX_SPLITS
+        return num_splits(num_rows, self.num_kv_heads, self._multiprocessors, most)
 
-    def singles(self, count: int) -> AttentionWork:
+    def singles(self, count: int, long_contexts: bool = False) -> AttentionWork:
         """Metadata of `count` rows of one token."""
         return AttentionWork(
             singles=self.indices[:count],
             tiles=self.no_tiles,
-            splits=self.splits(count),
+            splits=self.splits(count, long_contexts),
             counters=self.counters,
+            long_contexts=long_contexts,
         )
 
     def tiles_only(self, tiles: Tensor) -> AttentionWork:

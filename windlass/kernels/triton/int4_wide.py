@@ -1,0 +1,280 @@
+"""GEMMs of int4 weights for 17 to 512 rows on Hopper: 16-bit activations, weights unpacked in registers.
+
+The weight is the register operand of the tensor cores, so that a dequantised weight is never
+written. Each program unpacks the codes of the next step while the tensor cores multiply those of the
+last; activations and codes arrive by TMA. Written in Gluon: Triton waits for the tensor cores before
+it unpacks. The codes are packed as grouped.py reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from windlass.kernels.triton.reduce import SplitWorkspace
+
+MAX_ROWS = 512  # more rows share a dequantised weight
+_OUTPUTS = 64  # of a program
+_STEP = 64  # bytes of codes per output in one step: 128 inputs
+_MAX_SPLITS = 4
+_ENOUGH_PROGRAMS = 96  # fewer split K
+
+_LAYOUT = gl.NVMMASharedLayout.get_default_for
+
+
+def _unpacking(base: str, kind: str) -> gl.constexpr:
+    """PTX that unpacks four bytes of two 4-bit codes to 16-bit floats.
+
+    A code in the mantissa of a power of two is that power plus the code, and the difference is exact.
+    """
+    codes = [f"lop3.b32 sum, {half}, 0x000f000f, base, 0xea;" for half in ("first", "second")]
+    low, high = (
+        [f"{code} sub.{kind} ${2 * at + i}, sum, base;" for i, code in enumerate(codes)]
+        for at in range(2)
+    )
+    lines = [
+        "{ .reg .b32 first, second, base, sum;",
+        f"mov.b32 base, {base};",
+        "prmt.b32 first, $4, 0, 0x4140;",
+        "prmt.b32 second, $4, 0, 0x4342;",
+        *low,
+        "shr.u32 first, first, 4;",
+        "shr.u32 second, second, 4;",
+        *high,
+        "}",
+    ]
+    return gl.constexpr("\n".join(lines))
+
+
+_REGISTERS = gl.constexpr("=r,=r,=r,=r,r")
+_TO_BF16 = _unpacking("0x43004300", "bf16x2")
+_TO_FP16 = _unpacking("0x64006400", "f16x2")
+
+
+@gluon.jit
+def _unpack(codes, dtype: gl.constexpr):
+    """Unpack bytes of two 4-bit codes: (low halves, high halves)."""
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            _TO_BF16, _REGISTERS, [codes], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            _TO_FP16, _REGISTERS, [codes], (gl.float16, gl.float16), is_pure=True, pack=4
+        )
+    return low, high
+
+
+@gluon.jit
+def _fill(
+    inputs,
+    weight,
+    x_tiles,
+    w_tiles,
+    arrived,
+    stage,
+    output,
+    row,
+    block,
+    sub,
+    pred,
+    HALF: gl.constexpr,
+):
+    """Start the copies of one step: STEP bytes of codes per output, and the inputs of both halves."""
+    STEP: gl.constexpr = weight.block_type.shape[1]
+    bar = arrived.index(stage)
+    mbarrier.expect(bar, weight.block_type.nbytes + 2 * inputs.block_type.nbytes, pred)
+    codes = w_tiles.index(stage)
+    tma.async_copy_global_to_shared(weight, [output, block * HALF + sub * STEP], bar, codes, pred)
+    for half in gl.static_range(2):
+        at = (2 * block + half) * HALF + sub * STEP
+        tile = x_tiles.index(2 * stage + half)
+        tma.async_copy_global_to_shared(inputs, [row, at], bar, tile, pred)
+
+
+@gluon.jit
+def _scales(at, block, N, outputs, dtype: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """The numbers of both halves of a block."""
+    group = block * 2 * HALF // GROUP
+    first = gl.load(at + group * N + outputs).to(dtype)
+    second = first
+    if GROUP < 2 * HALF:
+        second = gl.load(at + (group + 1) * N + outputs).to(dtype)
+    return first, second
+
+
+@gluon.jit
+def _store(out, acc, partial_sums, counter, split, splits, row, output, M, N, SPLIT: gl.constexpr):
+    """Store a tile; if K is split, the program that finishes last adds the partial sums in order."""
+    OUTPUTS: gl.constexpr = acc.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, gl.num_warps()], [0, 1]
+    )
+    if SPLIT:
+        rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        outputs = output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, acc.type.layout))
+        mask = (rows < M)[None, :] & (outputs < N)[:, None]
+        gl.store(
+            partial_sums + split * M * N + rows[None, :] * N + outputs[:, None], acc, mask=mask
+        )
+        gl.thread_barrier()
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    outputs = output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+    mask = (rows < M)[None, :] & (outputs < N)[:, None]
+    at = rows[None, :] * N + outputs[:, None]
+    if SPLIT:
+        if gl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            total = gl.zeros([OUTPUTS, acc.shape[1]], gl.float32, layout)
+            for other in range(splits):
+                part = partial_sums + other * M * N + at
+                total += gl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
+            gl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            gl.store(counter, 0)
+    else:
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
+        gl.store(out + at, result, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["M", "splits"])
+def int4_wide_kernel(
+    inputs, weight, scales, offsets, out, partial_sums, counters, M, N, K_PAD, splits,
+    GROUP: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """out[M, N] = x[M, K] @ weight[N, K].T for one tile of rows and outputs, and one split of K."""
+    ROWS: gl.constexpr = inputs.block_type.shape[0]
+    OUTPUTS: gl.constexpr = weight.block_type.shape[0]
+    STEP: gl.constexpr = weight.block_type.shape[1]
+    PER: gl.constexpr = HALF // STEP  # steps of a block
+    dtype: gl.constexpr = inputs.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    tile, split = gl.program_id(0), gl.program_id(1)
+    row_tiles = gl.cdiv(M, ROWS)
+    output, row = tile // row_tiles * OUTPUTS, tile % row_tiles * ROWS
+    blocks = K_PAD // (2 * HALF)
+    span = gl.cdiv(blocks, splits)
+    begin = split * span
+    end = gl.minimum(begin + span, blocks)
+    steps = (end - begin) * PER
+    w_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, OUTPUTS, STEP], weight.layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, STEP], inputs.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(each), count=1)
+    for each in gl.static_range(STAGES - 1):
+        _fill(
+            inputs, weight, x_tiles, w_tiles, arrived, each, output, row,
+            begin + each // PER, each % PER, each < steps, HALF,
+        )  # fmt: skip
+    # Outputs past the end are not stored.
+    outputs = gl.minimum(output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, operand)), N - 1)
+    s1, s2 = _scales(scales, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
+    o1, o2 = _scales(offsets, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
+    acc = warpgroup_mma_init(gl.zeros([OUTPUTS, ROWS], gl.float32, mma))
+    low = gl.zeros([OUTPUTS, STEP], dtype, operand)
+    high = low
+    step = 0
+    for block in range(begin, end):
+        after = gl.minimum(block + 1, blocks - 1)
+        next_s1, next_s2 = _scales(scales, after, N, outputs, dtype, GROUP, HALF)
+        next_o1, next_o2 = _scales(offsets, after, N, outputs, dtype, GROUP, HALF)
+        for sub in gl.static_range(PER):
+            stage = step % STAGES
+            mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
+            next_low, next_high = _unpack(w_tiles.index(stage).load(operand), dtype)
+            next_low = next_low * s1[:, None] + o1[:, None]
+            next_high = next_high * s2[:, None] + o2[:, None]
+            # The operands of the last step stay in registers until it is computed.
+            acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
+            gl.thread_barrier()
+            ahead = step + STAGES - 1
+            _fill(
+                inputs, weight, x_tiles, w_tiles, arrived, ahead % STAGES, output, row,
+                begin + ahead // PER, (sub + STAGES - 1) % PER, ahead < steps, HALF,
+            )  # fmt: skip
+            low, high = next_low, next_high
+            first, second = x_tiles.index(2 * stage), x_tiles.index(2 * stage + 1)
+            acc = warpgroup_mma(low, first.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(high, second.permute((1, 0)), acc, is_async=True)
+            step += 1
+        s1, s2, o1, o2 = next_s1, next_s2, next_o1, next_o2
+    acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
+    for each in gl.static_range(STAGES):
+        mbarrier.invalidate(arrived.index(each))
+    _store(out, acc, partial_sums, counters + tile, split, splits, row, output, M, N, SPLIT)
+
+
+class Int4WideGemm:
+    """Computes with the codes of one weight, which another object owns."""
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        offsets: Tensor,
+        *,
+        group: int,
+        half: int,
+        space: SplitWorkspace,
+    ) -> None:
+        """`codes`: [N, K / 2], in blocks of `half` bytes; `scales` and `offsets`: [groups, N]."""
+        self._codes, self._scales, self._offsets = codes, scales, offsets
+        self._group, self._half = group, half
+        self._num_out, self._padded = codes.shape[0], 2 * codes.shape[1]
+        self._space = space
+        # The most rows for which K is split.
+        num_tiles = (_ENOUGH_PROGRAMS - 1) // triton.cdiv(self._num_out, _OUTPUTS)
+        num_rows = min(MAX_ROWS, num_tiles * _tile_rows(MAX_ROWS))
+        space.reserve(codes.device, _MAX_SPLITS * num_rows * self._num_out, _ENOUGH_PROGRAMS)
+
+    @staticmethod
+    def supports(device: torch.device, num_in: int, half: int) -> bool:
+        """Whether it computes with weights of `num_in` inputs, packed in blocks of `half` bytes."""
+        # TMA needs strides of 16 bytes.
+        fits = half % _STEP == 0 and num_in % 8 == 0
+        return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x @ weight.T; x is a contiguous [rows, K] of 16-bit floats, with up to MAX_ROWS rows."""
+        num_rows = x.shape[0]
+        rows = _tile_rows(num_rows)
+        tiles = triton.cdiv(self._num_out, _OUTPUTS) * triton.cdiv(num_rows, rows)
+        blocks = self._padded // (2 * self._half)
+        splits = 1 if tiles >= _ENOUGH_PROGRAMS else min(_MAX_SPLITS, blocks)
+        out = x.new_empty((num_rows, self._num_out))
+        x_box, w_box = [rows, _STEP], [_OUTPUTS, _STEP]
+        kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+        int4_wide_kernel[(tiles, splits)](
+            TensorDescriptor.from_tensor(x, x_box, _LAYOUT(x_box, kind)),
+            TensorDescriptor.from_tensor(self._codes, w_box, _LAYOUT(w_box, gl.uint8)),
+            self._scales,
+            self._offsets,
+            out,
+            self._space.partial_sums,
+            self._space.counters,
+            num_rows,
+            self._num_out,
+            self._padded,
+            splits,
+            GROUP=self._group,
+            HALF=self._half,
+            STAGES=4 if rows <= 32 else 3,
+            SPLIT=splits > 1,
+            num_warps=4,
+        )
+        return out
+
+
+def _tile_rows(num_rows: int) -> int:
+    return max(32, min(128, triton.next_power_of_2(num_rows)))
