@@ -1,0 +1,1 @@
+"""A fleet on Ray Serve, and the policies of its updates and warm pools."""
