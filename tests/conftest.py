@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,11 +14,16 @@ from unittest import mock
 
 import pytest
 
+from tests import warm_start
 from windlass.config import ModelConfig
 from windlass.models.source import resolve
 
 if TYPE_CHECKING:
     import torch
+
+# Threads of torch that wait would spin, also in child processes, and take the cores from those that
+# compute: with two programs on two cores, small operations are 50 times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if find_spec("hypothesis") is not None:  # the tests for GPUs run without it
     from hypothesis import settings
@@ -24,6 +31,9 @@ if find_spec("hypothesis") is not None:  # the tests for GPUs run without it
     # No test depends on the wall clock: a busy machine may take any time for an example.
     settings.register_profile("any speed", deadline=None)
     settings.load_profile("any speed")
+
+if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+    warm_start.enable()
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ WALL_CLOCK = {
     "serve/openai_format.py": "the field `created`",
     "serve/otel.py": "times of spans, from one offset to the monotonic clock",
     "serve/pooling.py": "the field `created`",
+    "serve/prefixes.py": "the field `created` of named prefixes, which outlive the process",
     "serve/responses_format.py": "the field `created_at`",
     "serve/services.py": "the time of the start, for /v1/models",
     "serve/usage.py": "times of usage records",

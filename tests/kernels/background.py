@@ -1,13 +1,15 @@
 """Runs the programs of slow kernel tests beside all other tests.
 
-pytest computes on one core. Interpreted kernels, self-tests and builds of the SIMD backends take
-minutes, so their programs start at low priority when the tests are collected, and the tests that wait
-for them come last.
+Interpreted kernels, self-tests and builds of the SIMD backends take minutes, so their programs start
+at low priority when the tests are collected, and the tests that wait for them come last. The
+processes of pytest-xdist share the results through files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 Program = subprocess.CompletedProcess[str]
 Run = Callable[[Sequence[str | Path]], Program]
@@ -27,9 +30,14 @@ _NICE = ["nice", "-n", "10"] if shutil.which("nice") else []
 
 
 class Background:
-    """Owns the jobs of a session, by key, and the programs that they run."""
+    """Owns the jobs of a session, by key, and the programs that they run.
 
-    def __init__(self) -> None:
+    `folder` has the results of finished jobs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._jobs: dict[Hashable, Future[Any]] = {}
         self._running: set[subprocess.Popen[str]] = set()
@@ -38,7 +46,18 @@ class Background:
     def start(self, key: Hashable, job: Callable[[], Any]) -> None:
         """Start a job; a key that has one already keeps it."""
         if key not in self._jobs:
-            self._jobs[key] = self._pool.submit(job)
+            self._jobs[key] = self._pool.submit(self._once, key, job)
+
+    def _once(self, key: Hashable, job: Callable[[], Any]) -> Any:
+        """Run a job unless another process has run it."""
+        file = self._folder / hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        with FileLock(file.with_suffix(".lock")):
+            if file.exists():
+                return pickle.loads(file.read_bytes())
+            result = job()
+            if not self._is_stopped:
+                file.write_bytes(pickle.dumps(result))
+            return result
 
     def result(self, key: Hashable) -> Any:
         return self._jobs[key].result()

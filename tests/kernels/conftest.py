@@ -23,19 +23,21 @@ _BACKGROUND = pytest.StashKey[Background]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests that wait for programs to the end."""
-    waiting: dict[pytest.Item, None] = {}
+    """Move the files with tests that wait for programs to the end."""
+    waiting: set[Path] = set()
     for item in items:
         if isinstance(item, pytest.Function) and _WAITING & {*item.fixturenames}:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S), append=False)
-            waiting[item] = None
-    items[:] = [*(item for item in items if item not in waiting), *waiting]
+            waiting.add(item.path)
+    items.sort(key=lambda item: item.path in waiting)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[_BACKGROUND] = Background()
-    # Each process of pytest-xdist collects all tests: it starts programs when it needs them.
-    if not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+    config = session.config
+    worker = getattr(config, "workerinput", {}).get("workerid", "")  # of pytest-xdist
+    folder = config._tmp_path_factory.getbasetemp()
+    config.stash[_BACKGROUND] = Background((folder.parent if worker else folder) / "programs")
+    if worker in ("", "gw0") and not config.option.collectonly:  # others start what they need
         _start(session)
 
 
@@ -46,16 +48,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _start(session: pytest.Session) -> Background:
     background, config = session.config.stash[_BACKGROUND], session.config
-    files = sorted({item.path for item in users(session, "interpreted")})
-    for half in (files[::2], files[1::2]):
-        if half:
-            background.start(tuple(half), partial(_interpret, background, half))
     for item in users(session, "built_pool"):
         backend = item.callspec.params.get("pool", PORTABLE) if _has_params(item) else PORTABLE
         background.start(backend, partial(build, backend, backend_folder(config), background.run))
     for item in users(session, "run_selftest"):
         selftest = item.callspec.params["selftest"]
         background.start(selftest, partial(selftest.run, config, background.run))
+    # Last, since they take longest: the jobs of a second process wait for those of the first.
+    files = sorted({item.path for item in users(session, "interpreted")})
+    for half in (files[::2], files[1::2]):
+        if half:
+            background.start(tuple(half), partial(_interpret, background, half))
     return background
 
 

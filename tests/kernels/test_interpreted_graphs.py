@@ -116,11 +116,14 @@ class ToyNetwork:
 
     def __init__(self) -> None:
         self._pages = torch.zeros(202, BLOCK, dtype=torch.int64)
+        self.long_contexts: Counter[bool] = Counter()
 
     def __call__(
         self, ids: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
         del aux_hidden_states
+        if batch.work is not None:
+            self.long_contexts[batch.work.long_contexts] += 1
         slots, positions = batch.token_slots.long(), batch.positions.long()
         tables = batch.tables[-1, slots].long()
         own = tables.gather(1, positions[:, None] // BLOCK)[:, 0]
@@ -578,6 +581,20 @@ def test_graphs_use_the_tables_of_all_groups(overlap: bool) -> None:
     same(generate(counting, CASES["greedy"], overlap=overlap, num_groups=3), want)
     assert counting.executors["decode graph"] > 10
     assert ("decode graph", "a row has several new blocks") not in counting.refusals
+
+
+@inside
+def test_long_contexts_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.runner.cuda.decode.LONG_CONTEXT", 20)
+    network = ToyNetwork()
+    want = generate(Counting(eager_runner()), CASES["greedy"], overlap=False)
+    runner, _ = graph_runner(network=network)
+    num_captured = network.long_contexts[True]
+    counting = Counting(runner)
+    same(generate(counting, CASES["greedy"], overlap=True), want)
+    # Three graphs (1, 2 and 4 rows) were captured at the start; replays took both kinds.
+    assert num_captured == 3
+    assert all(network.long_contexts[is_long] > 10 for is_long in (False, True))
 
 
 @inside

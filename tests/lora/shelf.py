@@ -25,7 +25,7 @@ class FakeShelf:
         self.there: list[str] = []  # least recently used first
         self.coming: dict[str, int] = {}
         self.held: list[str] = []
-        self._num_checks = 0
+        self._num_checks = self._num_registered = 0
 
     @property
     def num_ended(self) -> int:
@@ -41,6 +41,10 @@ class FakeShelf:
         if name in self.names:
             raise AdapterConflict(f"{name} is there")
         self.names.append(name)
+        self._num_registered += 1
+
+    def version(self, name: str) -> str:
+        return f"{name}, registration {self._num_registered}"
 
     def unregister(self, name: str) -> None:
         self.names.remove(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.lora.folders import SPEC, write_adapter
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError
 from windlass.lora.base import Adapter
+from windlass.lora.peft import CONFIG, WEIGHTS
 from windlass.lora.store import AdapterStore
 
 Make = Callable[..., AdapterStore]
@@ -112,6 +114,33 @@ def test_replaced_files_are_rejected(make: Make, tmp_path: Path) -> None:
     store.unregister("a")
     store.register("a", tmp_path / "a")
     wait(store, "a")
+
+
+def test_version_identifies_weights(make: Make, tmp_path: Path) -> None:
+    """Cached blocks of an adapter may outlive the engine, and its name and times may stay the same."""
+    first, later, other = make(), make(), make()
+    folders = [write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", seed=5)]
+    for file in (CONFIG, WEIGHTS):
+        for folder in folders:
+            os.utime(folder / file, ns=(0, 0))
+    first.register("a", folders[0])
+    version = first.version("a")
+    wait(first, "a")
+    later.register("a", folders[0])
+    assert later.version("a") == version
+    other.register("a", folders[1])
+    assert other.version("a") != version
+    other.register("none", tmp_path / "none")
+    assert other.version("none") != other.version("none")
+
+
+def test_files_that_change_after_their_first_use_are_rejected(make: Make, tmp_path: Path) -> None:
+    store = make()
+    fill(store, tmp_path, "a")
+    store.version("a")
+    (tmp_path / "a" / CONFIG).write_text((tmp_path / "a" / CONFIG).read_text() + " ")
+    with pytest.raises(CheckpointError, match="changed since it was first read"):
+        wait(store, "a")
 
 
 def test_pack_can_reject_an_adapter(make: Make, tmp_path: Path) -> None:

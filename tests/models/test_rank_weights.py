@@ -108,6 +108,21 @@ def test_ranks_hold_what_their_networks_hold(name: str, tp: int, tmp_path: Path)
     assert tp == 1 or len(set(real)) > 1  # the vocabulary
 
 
+def test_weights_are_counted_without_dynamo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch.cat of meta tensors imports it, which would take a second of every pipeline stage's start."""
+    hparams, parts = opened(tmp_path, DENSE | {"attention_bias": True})
+    cat = torch.cat
+
+    def checked(tensors: list[torch.Tensor], **options: Any) -> torch.Tensor:
+        assert not any(each.is_meta for each in tensors)
+        return cat(tensors, **options)
+
+    monkeypatch.setattr(torch, "cat", checked)
+    assert fullest_rank(hparams, parts, RankShape(tp=2)).stages(2)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_hold_what_their_networks_hold(name: str, tmp_path: Path) -> None:
     config, options = MODELS[name]

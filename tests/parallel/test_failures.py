@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -38,10 +39,15 @@ def children(pid: int) -> list[int]:
     return [child for child in found if is_spawned(child)]
 
 
+def own_children() -> list[int]:
+    return [each.pid for each in multiprocessing.active_children() if each.pid is not None]
+
+
 def is_spawned(pid: int) -> bool:
     """Whether the process exists, and is not the one of shared resources."""
     with contextlib.suppress(OSError):
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"spawn_main" in command or b"warm_start" in command
     return False
 
 
@@ -142,7 +148,7 @@ def test_the_server_restarts_a_replica_that_lost_a_rank(folder: Path) -> None:
     async def run() -> None:
         async with AsyncLLM(str(folder), tensor_parallel_size=2, **options) as llm:
             want = (await llm.generate(PROMPTS[0], GREEDY)).outputs[0].token_ids
-            (engine,) = children(os.getpid())
+            (engine,) = own_children()
             (rank,) = children(engine)
             os.kill(rank, signal.SIGKILL)
             errors, found = 0, None
@@ -154,7 +160,7 @@ def test_the_server_restarts_a_replica_that_lost_a_rank(folder: Path) -> None:
                     await asyncio.sleep(0.1)
             assert found.outputs[0].token_ids == want
             wait_until_gone(engine)
-            last = [pid for child in children(os.getpid()) for pid in children(child)]
+            last = [pid for child in own_children() for pid in children(child)]
         for pid in last:
             wait_until_gone(pid)
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from tests.lora.folders import CONFIG, write_adapter
 from tests.models import test_granite_hybrid
 from tests.parallel.pool import pooled_ranks
-from tests.parallel.test_matrix import FEW, GREEDY, PROMPTS, assert_equal, make, results
+from tests.parallel.test_matrix import (
+    FEW,
+    GREEDY,
+    PROMPTS,
+    assert_equal,
+    family,
+    make,
+    results,
+)
 from tests.runner import test_reasoning_budget
 from tests.speculative import test_mtp
 from tests.speculative.test_speculation import verify_all
@@ -91,6 +99,23 @@ def test_recurrent_states(case: str, tmp_path: Path) -> None:
             (again,) = llm.generate(PROMPTS[:1], GREEDY)
             assert again.outputs[0].token_ids == want[0][0]
         assert llm.engine.stats().prefix_hits
+
+
+@pytest.mark.parametrize("mesh", ["tp", "pp"])
+def test_every_rank_has_the_kv_records_of_its_slice(mesh: str, tmp_path: Path) -> None:
+    """With a cache too small for all prompts, whose blocks come back from host memory."""
+    family("dense", tmp_path)
+    want = results(make(tmp_path, 1, load_format="dummy"))
+    options = {"num_blocks": 12, "kv_offload_gb": 0.01, "load_format": "dummy", **FEW}
+    llm = make(tmp_path, **MESHES[mesh], **options)
+    for _ in range(3):
+        assert_equal(results(llm), want)
+    (tier,) = llm.engine.stats().tiers
+    assert tier.num_loads > 0
+    assert tier.num_failures == 0
+    llm.engine.reset_prefix_cache()
+    assert llm.engine.stats().tiers[0].num_records == 0
+    assert_equal(results(llm), want)
 
 
 def test_collectives_of_steps_are_those_of_the_formula(

@@ -12,7 +12,7 @@ import hashlib
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from windlass.kernels.native.pool import Pool
 class Backend:
     name: str  # as windlass_simd() returns it
     flags: tuple[str, ...]
-    needs: frozenset[str] = frozenset()  # flags (x86-64) or Features (aarch64) of /proc/cpuinfo
+    # Flags (x86-64) or Features (aarch64) of /proc/cpuinfo. Its order differs between processes.
+    needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def build_flags(self) -> tuple[str, ...]:
