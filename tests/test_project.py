@@ -49,6 +49,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"lora_config", "parallel_config", "speculative_config"},
     "core": {"config"},
     "engine": {"core"},
+    "tiers": {"core", "folders"},
     "text": {"core", "child_process"},
     "serve": {"engine", "pages", "text"},
     "kernels": {"config", "folders", "start_log"},
@@ -57,13 +58,14 @@ BELOW: dict[str, set[str]] = {
     "layers": {"quant", "parallel"},
     "models": {"layers"},
     "lora": {"models"},
-    "runner": {"lora", "pages", "text"},
+    "runner": {"lora", "pages", "text", "tiers"},
     "speculative": {"runner"},
     "build": {"serve", "speculative"},
     "outputs": {"text"},
     "llm": {"build", "outputs"},
     "tools": {"llm"},
-    "cli": {"tools"},
+    "cluster": {"tools"},
+    "cli": {"cluster"},
 }
 # The runner's side imports only plain values from core.
 TYPES = {
@@ -178,7 +180,7 @@ for name in sys.argv[1:]:
 def test_scheduler_and_server_import_without_torch() -> None:
     packages = {"errors", "settings", "speculative_config", "lora_config", "config"}
     packages |= {"parallel_config"}
-    packages |= {"child_process", "core", "engine", "serve", "text"}
+    packages |= {"child_process", "core", "engine", "serve", "text", "tiers"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if package_of(name) in packages]
     chosen += ["windlass", "windlass.build", "windlass.llm", "windlass.cli.main"]
@@ -272,7 +274,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     listed = list(project["dependencies"])
     listed += [
         name
-        for extra in ("cuda", "eval", "otel", "report", "transformers", "tune")
+        for extra in ("cluster", "cuda", "eval", "otel", "report", "transformers", "tune")
         for name in extras[extra]
     ]
     declared = {re.split(r"[\s<>=;\[]", item)[0].lower() for item in listed}

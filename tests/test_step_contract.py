@@ -217,15 +217,19 @@ def run_randomly(llm: LLM, seed: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.usefixtures("verify_all")
-@pytest.mark.parametrize("method", ["plain", "ngram", "draft"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft", "tier"])
 def test_pickled_plans_and_results_give_the_same_tokens(
     method: str, folder: Path, small: Path, tmp_path: Path
 ) -> None:
     """A random workload with preemptions and aborts."""
     bounds = {"num_blocks": 40, "block_size": 4, "max_model_len": 160, "max_num_seqs": 6}
     want = run_randomly(make(folder, **bounds), seed=1)
-    llm = make(folder, **bounds, **options_of(method, small, tmp_path))
+    tier = {"kv_offload_gb": 0.01} if method == "tier" else {}
+    own = tier or options_of(method, small, tmp_path)
+    llm = make(folder, **bounds, **own)
     runner = llm.engine._runner = PicklingRunner(llm.engine._runner)
     assert run_randomly(llm, seed=1) == want
     assert llm.engine.stats().num_preemptions > 0
     assert runner.num_bytes > 0
+    assert all(stats.num_loads > 0 for stats in llm.engine.stats().tiers)
+    assert len(llm.engine.stats().tiers) == len(tier)

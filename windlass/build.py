@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -28,17 +28,19 @@ from windlass.core.make_scheduler import DraftLimits, make_scheduler
 from windlass.core.scheduler import Scheduler
 from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
-from windlass.engine import Engine
+from windlass.engine import Engine, EnginePeers
 from windlass.errors import ConfigError, EngineError
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.file_digest import file_digest
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
+from windlass.parallel.segment import Segment
 from windlass.start_log import start_log
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
+from windlass.tiers.peer import FINGERPRINT_BYTES
 from windlass.version import __version__
 
 if TYPE_CHECKING:
@@ -50,16 +52,19 @@ if TYPE_CHECKING:
     from windlass.parallel.rank_process import Handler
     from windlass.parallel.rendezvous import Master
     from windlass.runner.assemble import Assembled
+    from windlass.runner.kv_tiers import KVTiers
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.runner.worker import Followers
     from windlass.serve.client import EngineClient
+    from windlass.serve.fallback import FallbackStep
     from windlass.serve.loop import Build
     from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
+_TRANSFER_ROWS_GB = 0.25
 _MEASURED = ("graphs", "activations")
 # Net allocations between two collections. A step with hundreds of rows allocates thousands of
 # objects, and reference counting frees all of them.
@@ -168,6 +173,8 @@ class _Rank:
     speculation: SpeculationSetup | _NoSpeculation
     made: Assembled
     grammars: GrammarCompiler
+    tiers: KVTiers | None
+    peers: EnginePeers = field(default_factory=EnginePeers)
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
@@ -193,10 +200,11 @@ def _build_engine(
     *,
     exit_when_lost: bool = False,
     master: Master | None = None,
+    shared: SharedRings | None = None,
 ) -> Built:
     """`exit_when_lost`: end this process soon after another rank of the engine died or hung.
 
-    `master`: how further machines join.
+    `master`: how further machines join. `shared`: memory for the KV blocks that replicas hand over.
     """
     log = _Log()
     requested_spec = config.speculation.spec
@@ -207,9 +215,10 @@ def _build_engine(
 
         config = _resolve_speculation(config, source, choose_device(config.model).type)
         if ranks is None:
-            return _finish(
-                _build_rank(config, source, log, weights=weights), source, log, requested_spec
-            )
+            rank = _build_rank(config, source, log, weights=weights)
+            if shared is not None:
+                rank = replace(rank, peers=_join_peers(rank, shared))
+            return _finish(rank, source, log, requested_spec)
         from windlass.parallel.groups import connect
         from windlass.runner.device import claim_gpu
         from windlass.runner.worker import Followers
@@ -225,6 +234,8 @@ def _build_engine(
         rank.made.runner.lead(followers)
         if rank.adapters is not None:
             rank.adapters.store.announce = followers.tell
+        if rank.tiers is not None:
+            rank.tiers.lead(followers)
         built = _finish(rank, source, log, requested_spec, followers)
         return replace(built, close=_closing(ranks, built.close))
 
@@ -234,10 +245,12 @@ def _closing(ranks: Ranks, close_rank: Callable[[], None]) -> Callable[[], None]
     found = weakref.ref(ranks)
 
     def close() -> None:
-        close_rank()
-        ranks = found()
-        if ranks is not None:
-            ranks.close()
+        try:
+            close_rank()
+        finally:
+            ranks = found()
+            if ranks is not None:
+                ranks.close()
 
     return close
 
@@ -300,6 +313,8 @@ def build_worker(
             "unregister": store.unregister,
             "read": store.ready,
         }
+    if rank.tiers is not None:
+        worker.calls |= {"kv_loads": rank.tiers.encode_ended, "kv_clear": rank.tiers.clear}
     if not isinstance(speculation, _NoSpeculation):
         worker.calls |= speculation.follow(made, worker)
     return worker.handle
@@ -340,6 +355,8 @@ def _build_rank(
     if adapters is not None:
         # Rank 0 plans with adapters that are in its memory; those of other ranks may take longer.
         made.runner.attach_adapters(adapters.bank, adapters.store.wait_for)
+    with log.phase("KV tiers"):
+        tiers = _open_tiers(config, source, weights=weights, made=made, speculation=speculation)
     NetworkLoad(weights.network).reset()
     grammars = _grammars(config, source)
     matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
@@ -352,7 +369,64 @@ def _build_rank(
         speculation=speculation,
         made=made,
         grammars=grammars,
+        tiers=tiers,
     )
+
+
+def _open_tiers(
+    config: EngineConfig,
+    source: Source,
+    *,
+    weights: Loaded,
+    made: Assembled,
+    speculation: SpeculationSetup | _NoSpeculation,
+) -> KVTiers | None:
+    """Open the KV tiers of this rank, if there are any, and give them to its runner."""
+    if not config.cache.has_tiers:
+        return None
+    from windlass.runner.disk_tier import open_disk
+    from windlass.runner.kv_tiers import open_tiers
+
+    if speculation.token_bytes:
+        raise ConfigError(
+            f"--spec {config.speculation.spec} keeps KV of its own, which --kv-offload-gb, "
+            "--prefix-cache-dir and --prefill-replicas do not save. Use --spec ngram, lookahead, medusa or self, or leave out "
+            "the tiers."
+        )
+    stores = open_disk(config, source.files, source.hparams, loaded=weights, made=made)
+    tiers = open_tiers(config, made.cache, stores)
+    made.runner.attach_tiers(tiers)
+    return tiers
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRings:
+    """Memory of one server in which replica `index` writes or reads KV blocks."""
+
+    index: int
+    rings: Mapping[int, Segment]  # by the replica that writes
+
+
+def _join_peers(rank: _Rank, shared: SharedRings) -> EnginePeers:
+    """Add the store between prefill and decode engines to the tiers."""
+    from windlass.runner.kv_records import RecordLayout
+    from windlass.tiers.peer import LocalSource, PeerExport, PeerStore, RecordRing
+
+    assert rank.tiers is not None
+    record_bytes = RecordLayout([rank.made.cache]).record_bytes
+    fingerprint = bytes(FINGERPRINT_BYTES)  # all replicas have one config
+    rings = {str(index): RecordRing(ring.map) for index, ring in shared.rings.items()}
+    own = str(shared.index)
+    if own in rings:
+        export = PeerExport(
+            rings[own], source=own, record_bytes=record_bytes, fingerprint=fingerprint
+        )
+        rank.tiers.share(export)
+        return EnginePeers(export=export)
+    sources = {name: LocalSource(ring, fingerprint) for name, ring in rings.items()}
+    imports = PeerStore(sources, record_bytes=record_bytes)
+    rank.tiers.share(imports)
+    return EnginePeers(imports=imports)
 
 
 def _finish(
@@ -371,6 +445,7 @@ def _finish(
         *made.choices,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
         *([adapters.choice] if adapters is not None else []),
+        *([] if rank.tiers is None else rank.tiers.choices),
     ]
     with log.phase("speculation"):
         runner, drafts, choice = _start_speculation(
@@ -381,6 +456,13 @@ def _finish(
             enabled=rank.config.speculation.spec_enabled,
         )
     log.choices.append(choice)
+    if rank.tiers is not None:
+        from windlass.runner.prompt_rate import measure_prompt_token_s
+
+        with log.phase("speed of prompts"):
+            rank.tiers.prompt_token_s = measure_prompt_token_s(
+                made.runner, capacity, limits.max_num_batched_tokens, made.max_model_len
+            )
     scheduler = make_scheduler(
         rank.config,
         limits,
@@ -396,6 +478,7 @@ def _finish(
         adapters=None if adapters is None else Adapters(rank.config.lora.max_loras, adapters.store),
         grammars=rank.grammars,
         drafts=drafts,
+        tiers=rank.tiers,
     )
     adapter_memory = {} if adapters is None else {"adapters": adapters.bank.num_bytes}
     report = EngineReport(
@@ -412,7 +495,23 @@ def _finish(
     )
     _tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
-    return Built(engine, report, weights, rank.grammars.close)
+    return Built(engine, report, weights, _closing_parts(engine, rank))
+
+
+def _closing_parts(engine: Engine, rank: _Rank) -> Callable[[], None]:
+    """Ends the grammar sandbox, and the KV tiers after their last saves."""
+    tiers, close_grammars = rank.tiers, rank.grammars.close
+    if tiers is None:
+        return close_grammars
+
+    def close() -> None:
+        close_grammars()
+        try:
+            engine.finish_moves()
+        finally:
+            tiers.close()
+
+    return close
 
 
 def _tune_garbage_collector() -> None:
@@ -454,6 +553,7 @@ def _make_engine(
         overlap=overlap,
         memory=memory,
         expert_load=_monitor_experts(rank, followers),
+        peers=rank.peers,
     )
 
 
@@ -527,14 +627,18 @@ def build_scorer(
 
 
 def build_for_process(
-    config: EngineConfig, source: Source, replica: int, master: Master | None = None
+    config: EngineConfig,
+    source: Source,
+    replica: int,
+    master: Master | None = None,
+    shared: SharedRings | None = None,
 ) -> tuple[Engine, EngineReport]:
     """Build a replica in its engine process. The arguments are sent to that process."""
     import_torch()
     from windlass.runner.device import claim_devices
 
     claim_devices(config, replica)
-    built = _build_engine(config, source, exit_when_lost=True, master=master)
+    built = _build_engine(config, source, exit_when_lost=True, master=master, shared=shared)
     return built.engine, built.report
 
 
@@ -543,13 +647,22 @@ def make_client(
 ) -> EngineClient:
     """The client of the config's replicas; `build_replicas` makes what they build."""
     from windlass.serve.client import EngineClient
+    from windlass.serve.handover import SplitPolicy
 
+    parallel, split = config.parallel, None
+    if parallel.prefill_replicas:
+        if not config.cache.prefix_caching:
+            raise ConfigError(
+                "--prefill-replicas hands cached KV blocks over. Leave out --no-prefix-caching."
+            )
+        split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
     return EngineClient(
         None,
         hang_timeout,
         prepare=import_torch,
-        num_replicas=config.parallel.data_parallel_size,
+        num_replicas=parallel.data_parallel_size,
         retry_on_restart=retry_on_restart,
+        split=split,
     )
 
 
@@ -565,8 +678,18 @@ def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
         from windlass.parallel.rendezvous import listen
 
         master = listen(parallel, _facts(config, source))
-    replicas = range(parallel.data_parallel_size)
-    return [partial(build_for_process, config, source, each, master) for each in replicas]
+    builds: list[Build] = []
+    if parallel.prefill_replicas and not config.cache.has_tiers:
+        # Blocks pass through host memory on their way to another engine.
+        config = replace(config, cache=replace(config.cache, kv_offload_gb=_TRANSFER_ROWS_GB))
+    rings = {index: Segment(parallel.transfer_bytes) for index in range(parallel.prefill_replicas)}
+    for replica in range(parallel.data_parallel_size):
+        shared = None
+        if rings:
+            seen = {replica: rings[replica]} if replica in rings else rings
+            shared = SharedRings(replica, seen)
+        builds.append(partial(build_for_process, config, source, replica, master, shared))
+    return builds
 
 
 # Options that may differ between the machines of a replica.
@@ -610,14 +733,16 @@ def serve(
     on_ready: Callable[[EngineReport, str], None],
     *,
     sources: Mapping[str, str] | None = None,
+    fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]] = (),
 ) -> int:
     """Run the server until it ends, or with --node-rank only ranks. Returns the exit code.
 
-    `sources`: where each option that is set comes from, for GET /admin/config.
+    `sources`: where each option that is set comes from, for GET /admin/config. `fallbacks`: the steps of
+    --fallback, with the config of each that has a model.
     """
     if config.parallel.node_rank > 0:
         return _serve_node(config)
-    from windlass.serve.launch import num_http_workers
+    from windlass.serve.launch import FallbackParts, num_http_workers
     from windlass.serve.launch import serve as run_server
     from windlass.serve.live_config import StartConfig
 
@@ -635,17 +760,72 @@ def serve(
             f"--lora-modules names {name!r}, which is a name of the base model in the API. "
             "Choose another name, or rename the base model with --served-model-name."
         )
-    client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
-    if serve_config.http_workers == AUTO:
+    if fallbacks:
+        serve_config = _check_fallbacks(config, serve_config, fallbacks)
+    elif serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
+    client, open_card = _served(config, files, serve_config)
+    started = StartConfig(engine=config, sources=sources or {})
+    parts = []
+    for step, other in fallbacks:
+        of_model = () if other is None else _served(other, resolve(other.model), serve_config)
+        parts.append(FallbackParts(step, *of_model))
+    return run_server(client, open_card, serve_config, on_ready, started=started, fallbacks=parts)
+
+
+def _served(
+    config: EngineConfig, files: ModelFiles, serve_config: ServeConfig
+) -> tuple[EngineClient, Callable[[], ModelCard]]:
+    """The client of a model's engine, and the function that opens the model and builds the engine."""
+    client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
 
     def open_card() -> ModelCard:
         opened = _open(files, config)
         client.build_with(*build_replicas(config, opened.source))
         return opened.card
 
-    started = StartConfig(engine=config, sources=sources or {})
-    return run_server(client, open_card, serve_config, on_ready, started=started)
+    return client, open_card
+
+
+def _check_fallbacks(
+    config: EngineConfig,
+    serve_config: ServeConfig,
+    fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]],
+) -> ServeConfig:
+    """Refuse engines whose memory is not planned; returns the config with one HTTP process."""
+    from windlass.serve.fallback import check_memory
+    from windlass.serve.launch import runs_on_cpu
+
+    if serve_config.http_workers not in (AUTO, 1):
+        raise ConfigError(
+            f"--fallback needs --http-workers 1, got {serve_config.http_workers}: one process holds the "
+            "tokenizers and templates of all models."
+        )
+    engines = [("the model", config)]
+    for step, other in fallbacks:
+        if other is not None:
+            engines.append((f"--fallback {step.text}", other))
+            if not _has_memory(other):
+                raise ConfigError(
+                    f"--fallback {step.text!r} does not say how much memory it gets. Add an option, such "
+                    f"as {step.text},memory_share=0.2 or {step.text},kv_cache_memory_bytes=1GiB."
+                )
+    on_cpu = runs_on_cpu(config.model.device)
+    shares = [
+        (name, each.limits("cpu" if on_cpu else "cuda").memory_share)
+        for name, each in engines
+        if _by_share(each)
+    ]
+    check_memory(shares)
+    return replace(serve_config, http_workers=1)
+
+
+def _by_share(config: EngineConfig) -> bool:
+    return config.cache.num_blocks is None and config.cache.kv_cache_memory_bytes is None
+
+
+def _has_memory(config: EngineConfig) -> bool:
+    return not _by_share(config) or config.cache.memory_share is not None
 
 
 def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:

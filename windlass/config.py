@@ -17,6 +17,7 @@ from windlass.errors import ConfigError
 from windlass.lora_config import LoraConfig as LoraConfig
 from windlass.parallel_config import CombineRule as CombineRule
 from windlass.parallel_config import ParallelConfig as ParallelConfig
+from windlass.parallel_config import Role as Role
 from windlass.settings import DType as DType
 from windlass.settings import Quantization as Quantization
 from windlass.settings import at_least
@@ -161,9 +162,26 @@ class CacheConfig:
         "Reuse computed KV blocks for prompts with the same prefix.",
         "--enable-prefix-caching",
     )
+    kv_offload_gb: float | None = option(
+        None,
+        "GiB of host memory, of all ranks together, for cached KV blocks that the device has no room "
+        "for; a prompt finds its prefix there as well.",
+    )
+    prefix_cache_dir: str | None = option(
+        None,
+        "Folder for cached KV blocks, which outlive the server; --prefix-cache-gb is its limit.",
+    )
+    prefix_cache_gb: float | None = option(
+        None, "Maximum size of --prefix-cache-dir in GiB; default: 20."
+    )
+    max_pinned_share: float = option(
+        0.25,
+        "Max share of the KV blocks that named prefixes (POST /admin/kv/save) keep from eviction.",
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory_bytes")
+        self._check_tiers()
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}.")
         share = self.memory_share
@@ -171,6 +189,28 @@ class CacheConfig:
             raise ConfigError(
                 f"--memory-share must be above 0 and at most 1, got {share}. Example: 0.85."
             )
+        if not 0.0 <= self.max_pinned_share <= 1.0:
+            raise ConfigError(
+                f"--max-pinned-share must be between 0 and 1, got {self.max_pinned_share}. Example: 0.25."
+            )
+
+    def _check_tiers(self) -> None:
+        for name in ("kv_offload_gb", "prefix_cache_gb"):
+            size = getattr(self, name)
+            if size is not None and not 0.0 < size < math.inf:
+                raise ConfigError(f"{flag(name)} must be above 0 and finite, got {size:g}.")
+        if self.prefix_cache_gb is not None and self.prefix_cache_dir is None:
+            raise ConfigError("--prefix-cache-gb does nothing without --prefix-cache-dir DIR.")
+        if self.has_tiers and not self.prefix_caching:
+            raise ConfigError(
+                "--kv-offload-gb and --prefix-cache-dir extend the prefix cache. Leave out "
+                "--no-prefix-caching."
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether cached KV blocks are kept beyond the device."""
+        return self.kv_offload_gb is not None or self.prefix_cache_dir is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,6 +459,16 @@ class ServeConfig:
         20, "Maximum logprobs per token of a request; -1: no limit.", live=True
     )
     stream_interval: int = option(1, "Tokens per streamed chunk.", live=True)
+    fallback: tuple[str, ...] = option(
+        (),
+        "MODEL,option=value,... that answers requests which the server's own model cannot answer in time, "
+        "or max_tokens=N for a shorter answer; repeatable, in this order. A model needs its own "
+        "memory_share.",
+    )
+    fallback_wait_ms: float = option(
+        2000.0,
+        "Predicted wait beyond which requests with fallback: auto are answered by --fallback.",
+    )
     shutdown_timeout: float = option(
         30.0, "Seconds to finish running requests after SIGTERM.", live=True
     )
@@ -512,6 +562,10 @@ class ServeConfig:
                     f"{flag(name)} must be at most {_MAX_TIMEOUT_S:g}, got {getattr(self, name):g}."
                 )
         at_least(self, 0, "max_metric_tenants")
+        if not 0.0 < self.fallback_wait_ms < math.inf:
+            raise ConfigError(
+                f"--fallback-wait-ms must be a number above 0, got {self.fallback_wait_ms}."
+            )
         if self.log_stats_interval != 0 and self.log_stats_interval < MIN_LOG_INTERVAL_S:
             raise ConfigError(
                 f"--log-stats-interval must be 0 or at least {MIN_LOG_INTERVAL_S} (seconds), got "

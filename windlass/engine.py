@@ -10,16 +10,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from windlass.core.adapters import Adapters
 from windlass.core.card import MemoryReport
 from windlass.core.expert_load import ExpertLoadMonitor
+from windlass.core.handover import BlockExport, BlockImport, HandedBlocks, NoExport, Transfers
 from windlass.core.limits import EngineCaps
 from windlass.core.memory import Memory
 from windlass.core.scheduler import Scheduler
 from windlass.core.trace import RequestTrace
-from windlass.core.types import EngineStats, NewRequest, Output, StepPlan, StepResult
+from windlass.core.types import (
+    EngineStats,
+    NewRequest,
+    Output,
+    PinnedPrefix,
+    StepPlan,
+    StepResult,
+)
 from windlass.errors import EngineError, OutOfMemory, UnsupportedError
 
 
@@ -49,6 +58,14 @@ class RunnerMemory(Protocol):
     def wake(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePeers:
+    """Stores that this engine shares with others; None: it shares none."""
+
+    export: BlockExport | None = None
+    imports: BlockImport | None = None
+
+
 _IDLE_S = 0.0005  # pause while all requests wait for adapters, grammars or a full static batch
 
 
@@ -63,6 +80,7 @@ class Engine:
         overlap: bool = False,
         memory: RunnerMemory | None = None,
         expert_load: ExpertLoadMonitor | None = None,
+        peers: EnginePeers = EnginePeers(),  # noqa: B008
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -70,6 +88,8 @@ class Engine:
         self._max_in_flight = max(1 + overlap, scheduler.num_stages)
         self._memory = memory
         self._expert_load = expert_load
+        self._imports = peers.imports
+        self._transfers = Transfers(peers.export or NoExport(), scheduler.save_blocks)
         self.asleep = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()  # the oldest first
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
@@ -79,10 +99,15 @@ class Engine:
         """Call `on_plan` with each plan before the runner gets it."""
         self._on_plan = on_plan
 
-    def add(self, request: NewRequest) -> None:
-        """Queue a request. Raises CapacityError if it can never fit."""
+    def add(self, request: NewRequest, handed: HandedBlocks | None = None) -> None:
+        """Queue a request. Raises CapacityError if it can never fit.
+
+        `handed`: where another engine has put blocks of its prompt.
+        """
         if self.asleep:
             raise EngineError("the engine is asleep; wake it first.")
+        if handed is not None and self._imports is not None:
+            self._imports.announce(handed)
         self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> None:
@@ -103,7 +128,8 @@ class Engine:
         plan = self._scheduler.plan(self._clock())
         outputs = self._scheduler.failed
         if not plan.rows:
-            self._idle(outputs)
+            if not self._moves_blocks(plan, self._runner.run):
+                self._idle(outputs)
             return outputs
         self._on_plan(plan)
         try:
@@ -122,8 +148,10 @@ class Engine:
                 outputs += self._finish_oldest()
         plan = self._scheduler.plan(self._clock())
         outputs += self._scheduler.failed
-        num_before = len(self._in_flight)
-        if plan.rows:
+        num_before, moved = len(self._in_flight), False
+        if not plan.rows:
+            moved = self._moves_blocks(plan, self._runner.submit)
+        else:
             self._on_plan(plan)
             try:
                 self._in_flight.append((plan, self._runner.submit(plan)))
@@ -132,9 +160,16 @@ class Engine:
         started = len(self._in_flight) > num_before
         if len(self._in_flight) == self._max_in_flight or (self._in_flight and not started):
             outputs += self._finish_oldest()
-        elif not started:
+        elif not started and not moved:
             self._idle(outputs)
         return outputs
+
+    def _moves_blocks(self, plan: StepPlan, run: Callable[[StepPlan], object]) -> bool:
+        """Run the saves and loads of a plan without rows; returns whether there are any."""
+        if not (plan.saves or plan.loads):
+            return False
+        run(plan)  # the result is empty, and the scheduler expects none
+        return True
 
     def _idle(self, outputs: list[Output]) -> None:
         """Nothing can run: yield to the threads that read adapters and compile grammars."""
@@ -149,6 +184,21 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         return self._scheduler.commit(plan, result, self._clock())
+
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether blocks are on their way to other engines; `handed_over` advances them."""
+        return bool(self._transfers) or bool(self._scheduler.handed_over)
+
+    def handed_over(self) -> list[tuple[str, HandedBlocks]]:
+        """The requests of `hand_over` whose blocks other engines can read since the previous call."""
+        if not self.is_handing_over:
+            return []
+        now, new = self._clock(), self._scheduler.handed_over
+        for request_id, keys in new:
+            self._transfers.begin(request_id, keys, now)
+        new.clear()
+        return self._transfers.ended(now)
 
     def fail(self, error: str) -> list[Output]:
         """End the running requests with an error after a step raised. Queued requests go on."""
@@ -165,8 +215,22 @@ class Engine:
         self._scheduler.set_caps(caps)
 
     def reset_prefix_cache(self) -> int:
-        """Drop cached blocks that no request uses. Returns their number."""
+        """Drop cached blocks that no request uses, also in host memory. Returns those of the device."""
+        self._scheduler.clear_tiers()
         return self._scheduler.reset_prefix_cache()
+
+    def pin_prefix(self, name: str, request: NewRequest, on_device: bool = True) -> PinnedPrefix:
+        """Keep the cached blocks of a prompt from eviction; a prompt that is not cached is not pinned.
+
+        `on_device` False: only KV tiers keep them.
+        """
+        if self.asleep:
+            raise EngineError("the engine is asleep; wake it first.")
+        return self._scheduler.pins.pin(name, request, on_device=on_device)
+
+    def unpin_prefix(self, name: str) -> int:
+        """Let the blocks of a named prefix be evicted again. Returns their number."""
+        return self._scheduler.pins.unpin(name)
 
     def memory(self) -> Memory:
         """Report the current use of memory."""
@@ -174,16 +238,23 @@ class Engine:
         return Memory(self._scheduler.block_use(), self.asleep, held)
 
     def sleep(self) -> None:
-        """Free memory until `wake`. Drops the prefix cache. No request may be running."""
-        if self.has_work:
+        """Free memory until `wake`. Drops the prefix cache and its pins. No request may be running."""
+        if self._scheduler.has_requests or self._in_flight:
             raise EngineError("requests are running; the engine cannot sleep.")
         if self.asleep:
             return
+        self.finish_moves()
         if self._memory is None:
             raise UnsupportedError("this engine cannot free its memory.")
         self._memory.sleep()
+        self._scheduler.pins.clear()
         self._scheduler.reset_prefix_cache()
         self.asleep = True
+
+    def finish_moves(self) -> None:
+        """Copy the blocks that KV tiers still save or load, if no request is running."""
+        while self.has_work and not self._scheduler.has_requests:
+            self.step()
 
     def wake(self) -> None:
         """Restore the memory. Does nothing if the engine is awake."""

@@ -50,10 +50,11 @@ def make_private(folder: Path, variable: str = _VARIABLE) -> None:
     check_private(folder.parent, folder, variable=variable)
 
 
-def check_private(*paths: Path, variable: str = _VARIABLE) -> None:
+def check_private(*paths: Path, variable: str = _VARIABLE, use: str = "runs compiled code") -> None:
     """Raise ConfigError if another user owns or can change one of `paths`, or replace it; follows links.
 
-    A path that does not exist passes. Files that root owns are trusted. `variable`: names the folder.
+    A path that does not exist passes. Files that root owns are trusted. `variable`: names the folder;
+    `use`: of the files in it.
     """
     if sys.platform == "win32":
         return
@@ -62,7 +63,7 @@ def check_private(*paths: Path, variable: str = _VARIABLE) -> None:
         if found is not None:
             each, problem = found
             raise ConfigError(
-                f"{each} {problem}. Windlass runs compiled code from {path}, and uses "
+                f"{each} {problem}. Windlass {use} from {path}, and uses "
                 f"no file there that another user could have written. Set {variable} to a "
                 "folder of your own (a new one is created with mode 0700), or, if this one is "
                 f"yours and unchanged, run `chmod {'-R ' if each == path else ''}go-w {each}`."

@@ -9,6 +9,7 @@ from typing import Literal
 from windlass.errors import ConfigError
 from windlass.settings import at_least, flag, option
 
+Role = Literal["both", "prefill", "decode"]
 DistributedBackend = Literal["auto", "nccl", "gloo"]
 CombineRule = Literal["auto", "all-reduce", "all-to-all"]
 
@@ -27,6 +28,21 @@ class ParallelConfig:
         1,
         "Number of replicas of the engine behind one server, each with its own devices and KV cache.",
         "-dp",
+    )
+    prefill_replicas: int = option(
+        0,
+        "Number of the replicas of --data-parallel-size that only compute prompts; the others generate "
+        "the outputs. 0: every replica does both.",
+    )
+    min_prefill_tokens: int = option(
+        256,
+        "With --prefill-replicas: a replica that generates computes prompts with fewer uncached tokens "
+        "itself.",
+    )
+    kv_transfer_gb: float = option(
+        1.0,
+        "GiB of memory of each replica of --prefill-replicas for the KV blocks that it hands over; they "
+        "stay until newer ones take their place.",
     )
     enable_expert_parallel: bool = option(
         False,
@@ -78,7 +94,19 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         at_least(self, 1, "nnodes", "master_port")
-        at_least(self, 0, "node_rank")
+        at_least(self, 0, "node_rank", "prefill_replicas", "min_prefill_tokens")
+        if self.prefill_replicas and self.prefill_replicas >= self.data_parallel_size:
+            raise ConfigError(
+                f"--prefill-replicas {self.prefill_replicas} leaves none of the replicas of "
+                f"--data-parallel-size {self.data_parallel_size} for the outputs. Start at least one more."
+            )
+        if self.prefill_replicas and self.num_ranks > 1:
+            raise ConfigError(
+                "--prefill-replicas works with replicas of one device, and --tensor-parallel-size times "
+                f"--pipeline-parallel-size is {self.num_ranks}."
+            )
+        if not 0.0 < self.kv_transfer_gb < math.inf:
+            raise ConfigError(f"--kv-transfer-gb must be above 0, got {self.kv_transfer_gb:g}.")
         if self.node_rank >= self.nnodes:
             raise ConfigError(
                 f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}: machines are "
@@ -162,6 +190,18 @@ class ParallelConfig:
         return range(
             self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node
         )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What each replica computes; those for prompts are the first."""
+        prefill: list[Role] = ["prefill"] * self.prefill_replicas
+        rest: list[Role] = ["decode" if prefill else "both"]
+        return (*prefill, *rest * (self.data_parallel_size - len(prefill)))
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Memory for the KV blocks that one prefill replica hands over."""
+        return int(self.kv_transfer_gb * 2**30)
 
     @property
     def processes_per_node(self) -> int:

@@ -12,15 +12,12 @@ import argparse
 import asyncio
 import random
 import re
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-from http_rate import wait_ready
+from http_rate import serving
 
 from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
@@ -91,18 +88,9 @@ async def measure(port: int, args: argparse.Namespace, floods: bool) -> dict[str
 
 def serve(args: argparse.Namespace, flags: list[str], floods: list[bool]) -> list[dict[str, Any]]:
     """One server, and the rows of its runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "windlass.cli", "serve", args.model, "--port", str(port)]
-    command += ["--api-key", CHAT, "--api-key", FLOOD, "--max-num-queued-reqs", "400", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            wait_ready(server)
-            return [asyncio.run(measure(port, args, flood)) for flood in floods]
-        finally:
-            server.terminate()
-            server.wait(60)
+    keys = ("--api-key", CHAT, "--api-key", FLOOD)
+    with serving(args.model, *keys, "--max-num-queued-reqs", "400", *flags) as port:
+        return [asyncio.run(measure(port, args, flood)) for flood in floods]
 
 
 def main() -> None:

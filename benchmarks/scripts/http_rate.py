@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,22 @@ def wait_ready(server: subprocess.Popen[str]) -> None:
             return
         assert time.monotonic() < end, "the server did not start"
     raise RuntimeError("the server ended at its start; see above")
+
+
+@contextmanager
+def serving(model: str, *flags: str) -> Iterator[int]:
+    """A server of the model, ready on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    command = [sys.executable, "-m", "windlass.cli", "serve", model, "--port", str(port), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            wait_ready(server)
+            yield port
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 def main() -> None:

@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from http_rate import serving
 
 from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
@@ -86,19 +84,8 @@ async def load(url: str, args: argparse.Namespace, streams: Times, long: Times) 
 
 
 def serve(args: argparse.Namespace, flags: list[str], streams: Times, long: Times) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "windlass.cli", "serve", args.model, "--port", str(port)]
-    command += ["--num-threads", str(args.num_threads), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            next(line for line in server.stdout if "serves at" in line)
-            asyncio.run(load(f"http://127.0.0.1:{port}", args, streams, long))
-        finally:
-            server.terminate()
-            server.wait(60)
+    with serving(args.model, "--num-threads", str(args.num_threads), *flags) as port:
+        asyncio.run(load(f"http://127.0.0.1:{port}", args, streams, long))
 
 
 def row(name: str, kind: str, times: Times, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Random workloads and settings: every request gets the tokens of the reference loop."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.fake_tiers import FakeStores
 from tests.core.world import World, limits, make_layout, plain_loop, request
 from tests.lora.shelf import FakeShelf
 from windlass.core.adapters import Adapters
@@ -31,7 +33,21 @@ def random_layout(rng: Random, size: int) -> KVLayout:
     return make_layout(*(window if kind == "window" else kind for kind in kinds), block_size=size)
 
 
-def random_world(seed: int) -> tuple[World, list, bool]:
+def random_tiers(rng: Random) -> FakeStores:
+    names = rng.choice([("host",), ("host", "disk")])
+    return FakeStores(
+        names,
+        sizes=tuple(rng.choice([0, 3, 20, 10**6]) for _ in names),
+        delay=rng.choice([0, 1, 4]),
+        loss=rng.choice([0.0, 0.0, 0.3, 1.0]),
+        lies=rng.choice([0.0, 0.0, 0.1]),
+        seconds=tuple(rng.choice([0.0, 0.001, 0.1]) for _ in names),
+        keeps_prompts=rng.random() < 0.5,
+        random=rng,
+    )
+
+
+def random_world(seed: int, tiers: FakeStores | None = None) -> tuple[World, list, bool]:
     rng = Random(seed)
     size = rng.choice([1, 2, 4, 8])
     context = rng.randint(8, 48)
@@ -52,7 +68,10 @@ def random_world(seed: int) -> tuple[World, list, bool]:
     adapters = ADAPTERS if rng.random() < 0.3 else ("",)
     if len(adapters) > 1:
         options["adapters"] = Adapters(rng.randint(1, 3), FakeShelf(adapters[1:], delay=1))
-    world = World(world_limits, rng.random() < 0.7, rng.choice([0, 0, 4]), options)
+    caching = rng.random() < 0.7
+    if tiers is not None:
+        options["tiers"], caching = tiers, True
+    world = World(world_limits, caching, rng.choice([0, 0, 4]), options)
     longest = context
     shared = [rng.randrange(5) for _ in range(longest)]
     deterministic = rng.choice([0.0, 0.0, 0.5])
@@ -105,6 +124,34 @@ def test_every_request_matches_the_reference_loop(seed: int) -> None:
         else:
             assert got == want, item.request_id
             assert world.finish[item.request_id] in ("stop", "length")
+
+
+@pytest.mark.parametrize("seed", range(300, 460))
+def test_tiers_change_no_token(seed: int) -> None:
+    """Prefixes come from tiers that are slow, full, lossy, or wrong about what they have."""
+    rng = Random(seed)
+    world, requests, ahead = random_world(seed, random_tiers(rng))
+    requests += [replace(item, request_id=item.request_id + "again") for item in requests]
+    rng.shuffle(requests)
+    aborted = set()
+    for item in requests:
+        world.add(item)
+        for _ in range(rng.randint(0, 6)):
+            world.step()
+        if rng.random() < 0.1:
+            world.scheduler.reset_prefix_cache()
+        if rng.random() < 0.1:
+            victim = rng.choice(requests).request_id
+            if victim in world.got and victim not in world.finish:
+                world.abort(victim)
+                aborted.add(victim)
+    world.finish_all(ahead=ahead)
+    for item in requests:
+        want = plain_loop(item, world.limits.max_model_len, layout=world.limits.layout)
+        got = world.got[item.request_id]
+        assert got == (want[: len(got)] if item.request_id in aborted else want), item.request_id
+    assert not world.scheduler.has_work
+    assert not world.runner.tiers.writing
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from tests.core.fake_tiers import FakeStores
 from windlass.core.blocks import BlockPool
 from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.core.limits import SchedulerLimits
@@ -111,6 +112,7 @@ class FakeRunner:
     draft_length: int = 0
     obeys_plans: bool = False  # drafts only after steps whose plan asks for drafts
     num_computed: int = 0
+    tiers: FakeStores | None = None
 
     def __post_init__(self) -> None:
         self.size = self.layout.block_size
@@ -119,6 +121,8 @@ class FakeRunner:
         self.last: dict[int, int] = {}
         self.modes: dict[int, str] = {}
         self.adapters: dict[int, str] = {0: ""}
+        if self.tiers is not None:
+            self.tiers.pages = self.pages
 
     def _empty(self) -> list[Entry | None]:
         return [None] * self.size
@@ -129,6 +133,8 @@ class FakeRunner:
             self.pages[block] = self._empty()
 
     def run(self, plan: StepPlan) -> StepResult:
+        if self.tiers is not None:
+            self.tiers.apply(plan)
         for slot in plan.freed:
             self.tables.pop(slot, None)
         for admission in plan.admitted:
@@ -244,7 +250,10 @@ class World:
             self.limits, self.pool, eos_ids=(EOS,), caching=self.caching, **self.options
         )
         self.runner = FakeRunner(
-            self.limits.num_blocks, self.limits.layout, draft_length=self.draft_length
+            self.limits.num_blocks,
+            self.limits.layout,
+            draft_length=self.draft_length,
+            tiers=self.options.get("tiers"),
         )
         self.got: dict[str, list[int]] = {}
         self.finish: dict[str, str] = {}
@@ -262,8 +271,9 @@ class World:
     def step(self) -> None:
         """The plain loop: plan, run, commit."""
         plan = self.plan()
+        result = self.runner.run(plan)
         if plan.rows:
-            self.commit(plan, self.runner.run(plan))
+            self.commit(plan, result)
 
     def plan(self) -> StepPlan:
         self.now += 0.01
@@ -296,15 +306,15 @@ class World:
                 self.step()
                 continue
             plan = self.plan()
-            result = self.runner.run(plan) if plan.rows else None
+            result = self.runner.run(plan)
             if pending is not None:
                 self.commit(*pending)
-            pending = (plan, result) if result is not None else None
+            pending = (plan, result) if plan.rows else None
         assert not self.scheduler.has_work, "the engine stopped making progress"
-        assert self.pool.num_used == 0
+        assert self.pool.num_used == self.scheduler.pins.num_blocks
 
     def check(self) -> None:
-        """Every block's reference count equals the number of requests that claim it."""
+        """Every block's reference count equals the number of requests and loads that claim it."""
         allocator = [0] * self.limits.num_blocks
         size, groups = self.limits.block_size, self.limits.layout.groups
         owners: dict[int, int] = {}
@@ -318,8 +328,14 @@ class World:
                 for block in held:
                     allocator[block] += 1
                     assert owners.setdefault(block, index) == index
+        for load in {each.load for each in getattr(self.scheduler._tiers, "_loading", {}).values()}:
+            for block in load.blocks:
+                allocator[block] += 1
         for request in self.scheduler._waiting:
             assert not request.tables
+        for blocks in self.scheduler.pins._blocks.values():
+            for block in blocks:
+                allocator[block] += 1
         assert allocator == self.pool._refs
         assert {b for b, n in enumerate(allocator) if n == 0} == set(self.pool._free)
 

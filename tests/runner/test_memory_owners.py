@@ -66,6 +66,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "reference": {"dtype": "float32"},
     "plain kernels": {"quantization": "fp8", "plain_kernels": True},
     "int8 KV": {"kv_cache_dtype": "int8"},
+    "KV offload": {"kv_offload_gb": 0.01, "prefix_caching": True},
     "n-gram": {"spec": "ngram"},
     "early exit": {"spec": "self", "spec_exit_layer": 1},
 }

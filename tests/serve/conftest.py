@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import httpx
 import pytest
@@ -19,11 +21,17 @@ from windlass.config import EngineConfig, ServeConfig
 from windlass.core.card import ModelCard
 from windlass.serve.client import EngineClient
 from windlass.serve.event_loop import run_loop
+from windlass.serve.handover import SplitPolicy
 from windlass.serve.health import RestartPolicy
-from windlass.serve.launch import ServerParts, serve_until
+from windlass.serve.launch import FallbackParts, ServerParts, serve_until
 from windlass.serve.listener import bind
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.loop import Build
+
+# Every client would read all root certificates, which takes longer than most requests of a test.
+for _client in ("httpx", "httpx2"):
+    if (_default := sys.modules.get(f"{_client}._transports.default")) is not None:
+        _default.create_ssl_context = cache(_default.create_ssl_context)
 
 QUICK_RESTARTS = RestartPolicy(first_pause_s=0.05)
 
@@ -74,14 +82,18 @@ def running(
     verify: bool = True,
     send_buffer: int | None = None,
     num_replicas: int = 1,
+    builds: Sequence[Build] = (),
+    split: SplitPolicy | None = None,
     engine: EngineConfig | None = None,
     sources: dict[str, str] | None = None,
+    fallbacks: Sequence[FallbackParts] = (),
     **options: object,
 ) -> Iterator[Server]:
     """Run a server in a thread of this process, with its engines in separate processes.
 
     `verify` False: the client accepts any certificate. `send_buffer`: size of the kernel's send
-    buffer. `engine` and `sources`: see `StartConfig`.
+    buffer. `engine` and `sources`: see `StartConfig`. `fallbacks`: the steps of --fallback. `builds`: of
+    each replica, instead of `build`.
     """
     config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
     listener = bind(config)
@@ -91,9 +103,12 @@ def running(
         build or counting(Options()),
         config.hang_timeout,
         restarts,
-        num_replicas=num_replicas,
+        num_replicas=len(builds) or num_replicas,
         retry_on_restart=config.retry_on_restart,
+        split=split,
     )
+    if builds:
+        client.build_with(*builds)
     ready: list[str] = []
     result: list[int | BaseException] = []
     holder: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -108,6 +123,7 @@ def running(
             started=StartConfig(engine=engine or EngineConfig(), sources=sources or {}),
             listener=listener,
             on_ready=lambda _report, url: ready.append(url),
+            fallbacks=fallbacks,
         )
         return await serve_until(stop, parts)
 

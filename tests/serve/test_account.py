@@ -43,7 +43,7 @@ def scraping(server: Server) -> Iterator[list[str]]:
     stop = threading.Event()
 
     def scrape() -> None:
-        while not stop.wait(0.05):
+        while not stop.wait(0.01):
             try:
                 found.append(httpx.get(f"{server.url}/metrics", timeout=20).text)
             except httpx.TransportError:  # the worker of this connection was killed

@@ -136,3 +136,23 @@ def test_requests_beyond_the_running_ones_wait_for_those_that_finish() -> None:
     control.check(1, 10)
     with pytest.raises(Overloaded):
         control.check(2, 10)
+
+
+def test_the_wait_is_predicted_by_the_place_in_the_queue() -> None:
+    control, client = admission(backlog(4, 0))
+    assert control.predicted_wait_s(1) == 0.0  # nothing was measured
+    for num_finished in (0, 5, 10):  # one second between them
+        client.num_finished = num_finished
+        control.observe(EngineStats(num_steps=num_finished + 1), EngineStats(num_steps=1))
+    assert control.predicted_wait_s(2) == pytest.approx(2 / 5)
+    client.backlog = backlog(4, 6)
+    assert control.predicted_wait_s(1) == pytest.approx(7 / 5)
+    client.backlog = backlog(3, 0)
+    assert control.predicted_wait_s(1) == 0.0  # a slot is free
+
+
+def test_without_a_finished_request_the_wait_is_at_least_the_time_so_far() -> None:
+    control, _ = admission(backlog(4, 2))
+    for _ in range(6):
+        control.observe(EngineStats(num_steps=2), EngineStats(num_steps=1))
+    assert control.predicted_wait_s(1) == pytest.approx(3 * 5.0)

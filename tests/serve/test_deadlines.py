@@ -18,6 +18,7 @@ LONG: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
 def server() -> Iterator[Server]:
     """One slot, so that a second request is queued."""
     with running(counting(Options(max_num_seqs=1, step_s=0.005))) as server:
+        server.complete(prompt="y" * 1000, max_tokens=1)  # the measured rate is that of many tokens
         yield server
 
 

@@ -35,6 +35,11 @@ class Engine:
     def traces(self) -> list[Any]:
         return []
 
+    is_handing_over = False
+
+    def handed_over(self) -> list[Any]:
+        return []
+
 
 @contextmanager
 def running(engine: Any, folder: Path) -> Iterator[tuple[loop._EngineLoop, zmq.Socket[bytes]]]:

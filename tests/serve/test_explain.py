@@ -126,6 +126,12 @@ def test_sentence_and_setting(
     assert (found["setting"] and found["setting"]["value"]) == value
 
 
+@pytest.mark.parametrize("blocker", BLOCKERS)
+def test_every_blocker_has_a_sentence(blocker: str) -> None:
+    found = explain_trace(trace(blocked_s=blocked(blocker)), 0.0, REPORT)
+    assert found["dominated_by"] == blocker
+
+
 def test_preemptions_and_drafts_are_reported() -> None:
     times = timeline(0.1, 0.2, 2.3, num_prompt=4, num_output=9, num_preemptions=2)
     times.num_drafted, times.num_accepted = 7, 3

@@ -11,6 +11,7 @@ from typing import Any
 from tests.serve.conftest import Server, running
 from windlass.build import build_replicas, open_model
 from windlass.config import EngineConfig
+from windlass.serve.handover import SplitPolicy
 
 EOS = 256
 FIM = {
@@ -66,6 +67,12 @@ def serving(
     options = {"device": "cpu", "dtype": "float32", "num_blocks": 200, "max_num_seqs": 8, **options}
     config = EngineConfig.of(model=str(folder), **options)
     opened = open_model(config)
-    (build,) = build_replicas(config, opened.source)
-    with running(build=build, card=opened.card, engine=config, **(serve or {})) as server:
+    builds = build_replicas(config, opened.source)
+    parallel = config.parallel
+    split = None
+    if parallel.prefill_replicas:
+        split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
+    with running(
+        builds=builds, card=opened.card, engine=config, split=split, **(serve or {})
+    ) as server:
         yield server

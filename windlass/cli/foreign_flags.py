@@ -213,7 +213,7 @@ _LOGGED = "--log-level sets the level of a server's log, and --enable-log-reques
 _ONE_GPU = "choose GPUs with CUDA_VISIBLE_DEVICES."
 _WHOLE = "the whole model is on one kind of device; --device cpu uses no GPU."
 _DISAGGREGATED = "prefill and decode run in one engine; KV blocks are not sent to other servers."
-_HOST_KV = "the KV cache is in the device's memory only; --kv-cache-dtype fp8 or int8 holds twice the tokens."
+_HOST_KV = "give the size of host memory for KV blocks with --kv-offload-gb."
 _METRICS = "GET /metrics is always on, with these metrics."
 _RECOMPUTE = "preempted requests are recomputed, not swapped."
 _ALL_CORS = "CORS allows every method and header, and no credentials."
@@ -433,11 +433,9 @@ _CACHE_FLAGS = (
         f"{_WHOLE} --quantization int8 or int4 halves or quarters the weights.",
         unset=("0", "0.0"),
     ),
-    _refused(
-        "--kv-offloading-size --enable-hierarchical-cache --hicache-ratio --hicache-size",
-        f"{VLLM}, {SGLANG}",
-        _HOST_KV,
-    ),
+    _alias("--kv-offloading-size", VLLM, "--kv-offload-gb"),
+    _alias("--hicache-size", SGLANG, "--kv-offload-gb"),
+    _refused("--enable-hierarchical-cache --hicache-ratio", SGLANG, _HOST_KV),
     _refused(
         "--max-total-tokens",
         SGLANG,

@@ -8,7 +8,9 @@ import typer
 
 from windlass.cli.balance_experts import balance_experts
 from windlass.cli.bench import app as bench
+from windlass.cli.cache import app as cache
 from windlass.cli.chat import chat
+from windlass.cli.cluster import app as cluster
 from windlass.cli.command import PanelCommand, register
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
@@ -82,3 +84,5 @@ add_remote(app)
 app.command("keys", cls=PanelCommand)(keys)
 app.command("balance-experts", cls=PanelCommand)(balance_experts)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
+app.add_typer(cluster, name="cluster")

@@ -6,15 +6,19 @@ import json
 import logging
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import typer
 
 from windlass.cli.command import Options
 from windlass.cli.reference import reference_config
 from windlass.cli.secrets import with_environment_keys
-from windlass.config import GateConfig, ServeConfig
+from windlass.config import EngineConfig, GateConfig, ServeConfig
 from windlass.core.card import EngineReport
 from windlass.serve.logs import start_logging
+
+if TYPE_CHECKING:
+    from windlass.serve.fallback import FallbackStep
 
 _log = logging.getLogger("windlass.serve")
 
@@ -43,7 +47,23 @@ def serve(options: Options) -> int:
             typer.echo(f"  in a browser: {url}/\n")
         typer.echo(_curl(url, serve_config))
 
-    return build.serve(config, serve_config, on_ready, sources=sources)
+    return build.serve(
+        config,
+        serve_config,
+        on_ready,
+        sources=sources,
+        fallbacks=[_fallback(options, text) for text in serve_config.fallback],
+    )
+
+
+def _fallback(options: Options, text: str) -> tuple[FallbackStep, EngineConfig | None]:
+    """A step of --fallback, and the config of its model; None: it has none."""
+    from windlass.serve.fallback import parse_step  # imports the HTTP stack
+
+    step = parse_step(text)
+    if step.model is None:
+        return step, None
+    return step, reference_config(options.engine_values(), step.model, step.options)
 
 
 def _check_quality(options: Options) -> None:

@@ -327,6 +327,8 @@ class StepAccounting:
             decode_s=seconds - mine.prefill_s,
             saved_s=timeline.num_cached * prompt_token_s,
             why_ended=mine.why_ended,
+            loaded=dict(mine.loaded),
+            tier_decision=mine.tier_decision,
         )
 
     def _batch_since(self, step: int) -> tuple[int, int, int] | None:

@@ -34,6 +34,10 @@ class Shelf(Protocol):
 
     def register(self, name: str, folder: str) -> None: ...
 
+    def version(self, name: str) -> str:
+        """Identify an adapter's weights: others under the same name, also later, have another version."""
+        ...
+
     def ready(self, name: str) -> bool:
         """Whether the adapter is in memory; if not, start to read it. A failed read raises once."""
         ...
@@ -54,6 +58,9 @@ class _NoShelf:
 
     def ready(self, name: str) -> bool:  # noqa: ARG002
         return False
+
+    def version(self, name: str) -> str:
+        raise AssertionError(f"{name!r} is not registered")
 
     def register(self, name: str, folder: str) -> None:
         raise AdapterConflict(
@@ -83,10 +90,7 @@ class Adapters:
         self._given: list[str] = []  # held until the last plan has run
         self._users: dict[str, int] = {}  # running and queued requests
         self._leaving: set[str] = set()  # to be unloaded when the last user ends
-        self._serials: dict[
-            str, int
-        ] = {}  # distinguishes an adapter from earlier ones of the same name
-        self._num_serials = 0
+        self._salts: dict[str, str] = {}  # distinguish an adapter from others of the same name
         self._requested: set[str] = set()  # by this plan
         self._num_passes = 0
         self._waits_longest: str | None = None  # the request that waits longest for a slot
@@ -144,7 +148,7 @@ class Adapters:
         slot = self._slots.pop(name, None)
         if slot is not None:
             self._free.append(slot)
-        self._serials.pop(name, None)
+        self._salts.pop(name, None)
         self._num_changes += 1
         self._shelf.unregister(name)
 
@@ -156,11 +160,10 @@ class Adapters:
             hint = "" if self._enabled else " The engine was started without --enable-lora."
             raise AdapterNotFound(f"there is no adapter {name!r:.200} here.{hint}", "model")
         self._users[name] = self._users.get(name, 0) + 1
-        # A name may be loaded again from another folder: it must not find the old blocks.
-        if name not in self._serials:
-            self._num_serials += 1
-            self._serials[name] = self._num_serials
-        return f"{name}#{self._serials[name]}"
+        # A name may be loaded again from another folder, and cached blocks may outlive the engine.
+        if name not in self._salts:
+            self._salts[name] = f"{name}#{self._shelf.version(name)}"
+        return self._salts[name]
 
     def leave(self, name: str) -> None:
         """Count a request that has ended."""

@@ -42,6 +42,8 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        # Cached blocks that were allocated again, until KV tiers take them; None: there are no tiers.
+        self.evictions: dict[bytes, BlockId] | None = None
         # In allocation order: blocks without a hash first, then the least recently used.
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
@@ -98,7 +100,9 @@ class BlockPool:
         taken: list[BlockId] = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._evict(block)
+            digest = self._evict(block)
+            if digest is not None and self.evictions is not None:
+                self.evictions[digest] = block
             self._refs[block] = 1
             taken.append(block)
         return taken
@@ -125,7 +129,8 @@ class BlockPool:
             self._evict(block)
         return len(cached)
 
-    def _evict(self, block: BlockId) -> None:
+    def _evict(self, block: BlockId) -> bytes | None:
+        """Forget the content of a block; returns its hash."""
         digest = self._hash_of[block]
         if digest is not None:
             del self._by_hash[digest]
@@ -133,3 +138,4 @@ class BlockPool:
             self._evicted[digest] = None
             if len(self._evicted) > _MAX_EVICTED:
                 self._evicted.popitem(last=False)
+        return digest

@@ -14,8 +14,8 @@ The runner keeps freed ids in its tables: kernels do not read behind a window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sized
+from typing import NamedTuple, Protocol
 
 from windlass.core.blocks import BlockPool, group_key
 from windlass.core.kv_layout import KVGroup
@@ -39,6 +39,16 @@ class CachedPrefix(NamedTuple):
         return [block for table in self.tables for block in table if block != NO_BLOCK]
 
 
+class Lookup(Protocol):
+    """Where blocks are looked for: the pool, or the pool and KV tiers."""
+
+    def find(self, hashes: Iterable[bytes], /) -> Sized:
+        """Those of the longest prefix."""
+        ...
+
+    def is_cached(self, digest: bytes, /) -> bool: ...
+
+
 class KVAllocator:
     """Owns the in-flight prefixes and the record of cache misses; the pool owns reference counts."""
 
@@ -52,6 +62,8 @@ class KVAllocator:
         self._windowed = [i for i, group in enumerate(groups) if group.lookback is not None]
         self._inflight = InflightPrefixes(self._size)
         self._misses = PrefixMisses(pool, self._size, caching, len(groups))
+        # Called with the key of each block of a prompt when it is sealed.
+        self.on_prompt_block: Callable[[bytes], None] | None = None
 
     def use(self, running: Iterable[Request]) -> BlockUse:
         """The current use of the blocks."""
@@ -70,37 +82,65 @@ class KVAllocator:
         """The request's longest cached prefix."""
         if not self.may_read(request):
             return CachedPrefix(0, [[] for _ in self._groups])
-        # At least the last token is computed, and the state before it exists only at a block's end.
-        num_tokens = len(request.tokens) - self._limits.layout.has_state
-        hashes = request.hashes(num_tokens // self._size, self._size)
-        num_blocks = self._longest(hashes, len(request.tokens))
+        hashes = self._hashes(request)
+        num_blocks = self._longest(hashes, len(request.tokens), self.pool)
         tables = [
             self._cached_table(index, hashes[:num_blocks], len(request.tokens))
             for index in range(len(self._groups))
         ]
         return CachedPrefix(num_blocks, tables)
 
-    def _longest(self, hashes: list[bytes], num_tokens: int) -> int:
+    def _hashes(self, request: Request) -> list[bytes]:
+        """The hashes of the blocks that a request can share."""
+        # At least the last token is computed, and the state before it exists only at a block's end.
+        num_tokens = len(request.tokens) - self._limits.layout.has_state
+        return request.hashes(num_tokens // self._size, self._size)
+
+    def find_keys(self, request: Request, where: Lookup) -> tuple[int, list[bytes]]:
+        """The number of blocks of the longest prefix found, and the keys that the request reads of it.
+
+        Keys are in token order.
+        """
+        num_tokens, hashes = len(request.tokens), self._hashes(request)
+        num_blocks = self._longest(hashes, num_tokens, where)
+        return num_blocks, self._keys(hashes[:num_blocks], num_tokens)
+
+    def prompt_keys(self, request: Request) -> list[bytes]:
+        """The keys of the prompt's full blocks that are read after the first output token."""
+        hashes = request.hashes(request.num_prompt // self._size, self._size)
+        return self._keys(hashes, request.num_prompt + 1)
+
+    def _keys(self, hashes: list[bytes], num_tokens: int) -> list[bytes]:
+        """The keys of a prefix that a request of so many tokens reads, in token order."""
+        firsts = [self._first_read(group, len(hashes), num_tokens) for group in self._groups]
+        return [
+            group_key(hashes[at], index)
+            for at in range(min(firsts), len(hashes))
+            for index, first in enumerate(firsts)
+            if at >= first
+        ]
+
+    def _longest(self, hashes: list[bytes], num_tokens: int, where: Lookup) -> int:
         """The number of blocks of the longest prefix that all groups have cached."""
         num_blocks, index, num_agreed = len(hashes), 0, 0
         while num_agreed < len(self._groups):
-            shorter = self._longest_in(index, hashes[:num_blocks], num_tokens)
+            shorter = self._longest_in(index, hashes[:num_blocks], num_tokens, where)
             num_agreed = num_agreed + 1 if shorter == num_blocks else 1
             num_blocks = shorter
             index = (index + 1) % len(self._groups)
         return num_blocks
 
-    def _longest_in(self, index: int, hashes: list[bytes], num_tokens: int) -> int:
+    def _longest_in(self, index: int, hashes: list[bytes], num_tokens: int, where: Lookup) -> int:
         """The number of blocks of the longest prefix that one group can serve."""
         group = self._groups[index]
         if group.lookback is None:
-            return len(self.pool.find(group_key(digest, index) for digest in hashes))
+            return len(where.find(group_key(digest, index) for digest in hashes))
         end = len(hashes)
         while end:
             # Blocks between the window and a missing block serve no prefix.
             needed = range(self._first_read(group, end, num_tokens), end)
             keys = ((at, group_key(hashes[at], index)) for at in reversed(needed))
-            missing = next((at for at, key in keys if not self.pool.is_cached(key)), None)
+            missing = next((at for at, key in keys if not where.is_cached(key)), None)
             if missing is None:
                 break
             end = missing
@@ -226,6 +266,8 @@ class KVAllocator:
                 for index, table in enumerate(request.tables):
                     self.pool.seal(table[at], group_key(digest, index))
                 self._inflight.sealed(digest)
+            if self.on_prompt_block is not None:
+                self._report_prompt(request, num_full, self.on_prompt_block)
         request.num_sealed = num_full
         request.seal_at = (num_full + 1) * size
         for index in self._windowed:
@@ -237,6 +279,14 @@ class KVAllocator:
                 self.pool.release(table[begin:end])
                 table[begin:end] = [NO_BLOCK] * (end - begin)
                 request.first_held[index] = end
+
+    def _report_prompt(
+        self, request: Request, num_full: int, report: Callable[[bytes], None]
+    ) -> None:
+        end = min(num_full, request.num_prompt // self._size)
+        for digest in request.hashes(end, self._size)[request.num_sealed :]:
+            for index in range(len(self._groups)):
+                report(group_key(digest, index))
 
     def release(self, request: Request) -> None:
         if self._caching:

@@ -15,6 +15,7 @@ from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Stati
 from windlass.core.scheduler import Scheduler
 from windlass.core.slo import SloController, SloTargets
 from windlass.core.speculation.planner import DraftPlanner
+from windlass.core.tiers import TierStores
 
 _log = logging.getLogger("windlass.engine")
 
@@ -41,6 +42,7 @@ def make_scheduler(
     adapters: Adapters | None = None,
     grammars: Grammars | None = None,
     drafts: DraftPlanner | None = None,
+    tiers: TierStores | None = None,
 ) -> Scheduler:
     """Make the scheduler for a config. Needs no model."""
     settings = config.scheduler
@@ -71,6 +73,8 @@ def make_scheduler(
         drafts=drafts,
         slo=_slo(config, limits),
         fair_share=settings.fair_share,
+        tiers=tiers,
+        max_pinned_share=config.cache.max_pinned_share,
     )
 
 

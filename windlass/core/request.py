@@ -39,6 +39,7 @@ class Request:
         "adapter",
         "adapter_slot",
         "arrival",
+        "at_longest",
         "cache_salt",
         "computed",
         "deadline",
@@ -86,7 +87,7 @@ class Request:
         adapter_salt: str = "",
     ) -> None:
         self.request_id = new.request_id
-        self.tokens = list(new.prompt)
+        self.tokens = [*new.prompt, *new.generated]
         self.num_prompt = len(new.prompt)
         self.sampling: SamplingParams = new.sampling
         self.pooling = new.pooling
@@ -97,6 +98,9 @@ class Request:
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.longest = self.num_prompt + max_tokens
+        self.at_longest: FinishReason = "length"  # why it ends there
+        if new.hand_over and max_tokens > 1:
+            self.longest, self.at_longest = self.num_prompt + 1, "handover"
         self.stop_ids = stop_ids
         self.seed = seed
         self.tables: list[list[BlockId]] = []  # blocks in token order, for each group of the layout
@@ -175,7 +179,7 @@ class Request:
             if token in self.stop_ids and self.num_output > self.sampling.min_tokens:
                 return len(own) - num_before, "stop", token
             if len(own) >= longest:
-                return len(own) - num_before, "length", None
+                return len(own) - num_before, self.at_longest, None
         return len(tokens), None, None
 
     def slot_init(self, grammar: str) -> SlotInit:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -24,13 +24,15 @@ from windlass.core.grammars import Grammars, NoGrammars
 from windlass.core.kv_allocator import CachedPrefix, KVAllocator
 from windlass.core.limits import EngineCaps, SchedulerLimits
 from windlass.core.memory import BlockUse
+from windlass.core.pins import PinnedPrefixes
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
 from windlass.core.slo import NoSlo, SloController
 from windlass.core.speculation.planner import DraftPlanner, NoDrafts
 from windlass.core.speculation.prediction import Predictions
 from windlass.core.step import Step, make_tuple
-from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, PREFIX, SLO, TOKENS, RequestTrace
+from windlass.core.tiers import NoTiers, Tiers, TierStores
+from windlass.core.trace import ADAPTER, BLOCKS, GRAMMAR, KV, PREFIX, SLO, TOKENS, RequestTrace
 from windlass.core.types import (
     NO_OPTIONS,
     PROBE_PRIORITY,
@@ -73,6 +75,8 @@ class Scheduler:
         drafts: DraftPlanner | NoDrafts | None = None,
         slo: SloController | None = None,
         fair_share: bool = True,
+        tiers: TierStores | None = None,
+        max_pinned_share: float = 0.25,
     ) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
@@ -89,6 +93,8 @@ class Scheduler:
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         # Requests that failed, or ended at their deadline, while the last plan was made.
         self.failed: list[Output] = []
+        # Requests that ended after their first token, and the keys of their prompt, until they are taken.
+        self.handed_over: list[tuple[str, list[bytes]]] = []
         self._requests: dict[str, Request] = {}
         self._fair = FairShare(limits.max_num_batched_tokens, enabled=fair_share)
         self._waiting = WaitingQueue(self._policy, by_tenant=fair_share)
@@ -106,6 +112,17 @@ class Scheduler:
         self._count = EngineStats()
         self.accounting = StepAccounting()
         self._allocator = KVAllocator(limits, pool, caching)
+        self._tiers = (
+            NoTiers() if tiers is None else Tiers(tiers, self._allocator, limits, self._rates)
+        )
+        self.pins = PinnedPrefixes(
+            limits,
+            self._allocator,
+            self.adapters,
+            tiers=self._tiers,
+            caching=caching,
+            max_share=max_pinned_share,
+        )
 
     # ---- requests in and out -----------------------------------------------------------------
 
@@ -127,6 +144,11 @@ class Scheduler:
             self._limits.fit_pooled(len(new.prompt))
         else:
             max_tokens = max(1, self._limits.fit(len(new.prompt), new.sampling.max_tokens))
+        if new.generated and len(new.generated) >= max_tokens:
+            raise RequestError(
+                f"the request has {len(new.generated)} of at most {max_tokens} output tokens already.",
+                "max_tokens",
+            )
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter) if new.adapter else ""
@@ -151,6 +173,9 @@ class Scheduler:
         if new.deadline is not None:
             self._deadlines.enter(request)
         self.accounting.arrived(request, len(self._waiting), len(self._running), now)
+        if new.generated:
+            request.timeline.first_token = now
+            self.accounting.first_token(request)
         self._waiting.push(request)
 
     def abort(self, request_id: str, now: float | None = None) -> None:
@@ -252,8 +277,13 @@ class Scheduler:
         return max(0, min(len(self._slots), self._max_running - len(self._running)))
 
     @property
-    def has_work(self) -> bool:
+    def has_requests(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan is needed: for a request, or for blocks that KV tiers save or load."""
+        return bool(self._requests) or self._tiers.has_work
 
     @property
     def num_stages(self) -> int:
@@ -261,7 +291,17 @@ class Scheduler:
         return self._limits.num_stages
 
     def reset_prefix_cache(self) -> int:
+        """Drop the cached blocks of the device that no request uses; returns their number."""
+        self._tiers.reset()
         return self._allocator.pool.reset_cache()
+
+    def save_blocks(self, keys: Sequence[bytes]) -> None:
+        """Save blocks of the device to KV tiers that lack them."""
+        self._tiers.save(keys)
+
+    def clear_tiers(self) -> None:
+        """Drop the KV records in host memory. Those on disk stay."""
+        self._tiers.clear()
 
     def block_use(self) -> BlockUse:
         return self._allocator.use(self._running)
@@ -289,11 +329,14 @@ class Scheduler:
             num_blocks=self._allocator.pool.num_blocks,
             num_used_blocks=self._allocator.pool.num_used,
             num_cached_blocks=self._allocator.pool.num_cached,
+            num_pinned_blocks=self.pins.num_blocks,
             accepted_per_position=list(self._count.accepted_per_position),
             deadlines=dict(self._deadlines.num_ended),
             slo=self._slo.stats,
             executors=dict(self._count.executors),
             refusals={name: dict(found) for name, found in self._count.refusals.items()},
+            tiers=self._tiers.stats(),
+            tier_decisions=self._tiers.decisions,
         )
 
     # ---- plan --------------------------------------------------------------------------------
@@ -316,6 +359,7 @@ class Scheduler:
         accounting.begin_plan(now)
         self.adapters.begin()
         self.grammars.begin()
+        self._tiers.begin()
         self.failed = self._end_late(now) if self._deadlines else []
         self._drafts.trim(self._running, budget)
         if self._predictions:
@@ -338,6 +382,9 @@ class Scheduler:
             self._block_queue(BLOCKS, now)
         self._plan_prompts(step, prompts, math.inf, now)
         num_tokens = step.close(budget)
+        moves = self._tiers.moves()
+        if moves is not None:
+            plan = step.plan = plan._replace(saves=moves[0], loads=moves[1])
         if not plan.rows:
             return plan
         plan.freed.extend(self._freed)
@@ -366,7 +413,7 @@ class Scheduler:
         if head is None or not self._may_claim(head):
             return
         cached = self._allocator.find(head)
-        if self._allocator.should_wait(head, cached):
+        if self._allocator.should_wait(head, cached) or self._tiers.is_waiting(head):
             return
         fair, limits, pool, account = self._fair, self._limits, self._allocator.pool, head.account
         num_fair = max(1, int(fair.share(account) * self._max_running))
@@ -488,7 +535,7 @@ class Scheduler:
 
     def _plan_waiting(self, step: Step, prompts: list[Request], now: float) -> None:
         # Adapter loads and grammar compilations finish at any moment: keep the state from before.
-        state = self.adapters.state, self.grammars.state
+        state = self.adapters.state, self.grammars.state, self._tiers.state
         request = self._waiting.peek()
         if request is None:
             return
@@ -520,6 +567,11 @@ class Scheduler:
             if self._allocator.should_wait(request, cached):
                 self.accounting.pass_over(self._waiting.set_aside(), PREFIX)
                 awaits_prefix = True
+            elif self._tiers.should_wait(
+                step, request, cached, num_slots=self._num_free_slots, alone=not self._running
+            ):
+                self.accounting.pass_over(self._waiting.set_aside(), KV)
+                blockers.add(KV)
             else:
                 count = self._admit(step, request, cached, now)
                 if count <= 0:
@@ -582,6 +634,7 @@ class Scheduler:
         count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
             return count
+        self._tiers.admitted(request)
         self._place(step.plan, request)
         if self.accounting.admitted(request, request.computed, now):
             self._allocator.note_miss(request)
@@ -675,6 +728,9 @@ class Scheduler:
         if finish is not None:
             tokens = tokens[:taken]
             scores = scores[:taken] if scores is not None else None
+            if finish == "handover":
+                keys = self._allocator.prompt_keys(request)
+                self.handed_over.append((request.request_id, keys))
             self._finish(request, finish)
         if got.prompt_logprobs is not None:
             prompt_scores = request.unreported(row, got.prompt_logprobs)
@@ -696,6 +752,7 @@ class Scheduler:
         if request.slot is None:
             self._waiting.remove(request)
             self.adapters.drop_waiter(request.request_id)
+            self._tiers.drop(request)
         else:
             self._running.remove(request)
             self._release(request)

@@ -6,7 +6,8 @@ serve/explain.py turns them into sentences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from windlass.core.types import FinishReason, Timeline
@@ -23,8 +24,9 @@ BLOCKERS = (
     "grammar",  # its grammar was being compiled
     "slo",  # the SLO controller kept the steps short
     "tenants",  # the head of the queue belonged to a tenant that had been served less
+    "kv",  # its KV blocks were being loaded from a tier
 )
-SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR, SLO, TENANTS = range(
+SEQUENCES, TOKENS, BLOCKS, ADAPTER, PREFIX, BATCH, SAMPLE, GRAMMAR, SLO, TENANTS, KV = range(
     len(BLOCKERS)
 )
 NEXT_STEP = "next step"  # queued requests that arrived since the last plan have no blocker yet
@@ -40,6 +42,15 @@ class Chunk(NamedTuple):
     step_tokens: int  # of all rows of that step
     step_rows: int
     seconds: float  # duration of the step
+
+
+class HandoverTrace(NamedTuple):
+    """How prefill and decode engines shared a request."""
+
+    is_split: bool  # False: one engine has computed it
+    num_blocks: int  # handed over
+    seconds: float  # from the first token to the admission in the decode engine
+    reason: str  # why one engine has computed it, or what failed; "": nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,10 @@ class RequestTrace:
     decode_s: float
     saved_s: float  # estimated time to compute its cached tokens
     why_ended: str = ""  # set if its deadline ended it
+    # Tokens whose KV was loaded, by tier; also after preemptions.
+    loaded: dict[str, int] = field(default_factory=dict)
+    tier_decision: str = ""  # "" if no tier had more of its prefix than the device
+    handover: HandoverTrace | None = None  # None: all engines compute prompts and outputs
 
 
 def merge_rounds(first: RequestTrace, later: RequestTrace) -> RequestTrace:
@@ -92,6 +107,7 @@ def merge_rounds(first: RequestTrace, later: RequestTrace) -> RequestTrace:
 
 
 _NOTHING_BLOCKED = (0.0,) * len(BLOCKERS)
+_NOTHING_LOADED: Mapping[str, int] = {}
 
 
 class RequestAccounting:
@@ -107,6 +123,7 @@ class RequestAccounting:
         "decodes_from",
         "drafted",
         "first_miss",
+        "loaded",
         "mixed_before",
         "num_ahead",
         "num_recomputed",
@@ -117,6 +134,7 @@ class RequestAccounting:
         "recomputed_s",
         "seconds",
         "short_blocks",
+        "tier_decision",
         "waited_again_s",
         "why_ended",
         "why_missed",
@@ -129,7 +147,8 @@ class RequestAccounting:
         self.accepted: list[int] | None = None
         self.num_ahead = self.num_running = self.short_blocks = 0
         self.first_miss: int | None = None
-        self.why_missed = self.why_ended = ""
+        self.why_missed = self.why_ended = self.tier_decision = ""
+        self.loaded = _NOTHING_LOADED
         self.queued_at = self.admitted_at = self.mixed_before = 0.0
         self.waited_again_s = self.recomputed_s = 0.0
         self.num_recomputed = 0

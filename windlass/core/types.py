@@ -21,7 +21,8 @@ SlotId = NewType("SlotId", int)
 # An entry of a block table behind the window of its group: kernels do not read it.
 NO_BLOCK = BlockId(-1)
 
-FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
+# "handover": the request has its first token, and another engine generates the others.
+FinishReason = Literal["stop", "length", "abort", "error", "deadline", "handover"]
 
 
 # Runs before all other requests under every policy. Health probes use it; clients cannot send it.
@@ -46,6 +47,10 @@ class NewRequest:
     tenant: str = ""  # requests of one tenant share its part of the engine
     weight: float = 1.0  # of the tenant: one of weight 2 gets twice the tokens of one of weight 1
     deadline: float | None = None  # engine clock: the request ends then at the latest
+    hand_over: bool = False  # it ends after its first token, and its blocks go to another engine
+    generated: tuple[
+        int, ...
+    ] = ()  # output tokens of another engine: the request goes on after them
 
 
 class SlotInit(NamedTuple):
@@ -105,7 +110,10 @@ NO_OPTIONS = StepOptions()
 
 
 class StepPlan(NamedTuple):
-    """The work of one step. The runner does `copies` first; `freed` slots are empty."""
+    """The work of one step. The runner does `saves` first, then `copies`; `freed` slots are empty.
+
+    A plan may have saves or loads, but no rows.
+    """
 
     rows: list[Row]
     admitted: list[SlotInit] = []  # noqa: RUF012 - never written to
@@ -114,6 +122,10 @@ class StepPlan(NamedTuple):
     step: int = 0
     adapters: list[tuple[int, str]] = []  # noqa: RUF012 - (slot, name): load before the step
     options: StepOptions = NO_OPTIONS
+    # Blocks to store in KV tiers under their key, before anything of this plan overwrites them.
+    saves: list[tuple[BlockId, bytes]] = []  # noqa: RUF012
+    # Records to load into blocks while this step and later ones run; no row uses the blocks.
+    loads: list[tuple[bytes, BlockId]] = []  # noqa: RUF012
 
     @property
     def num_tokens(self) -> int:
@@ -197,6 +209,7 @@ class Timeline:
     last_token: float | None = None  # valid on outputs that carry a timeline
     num_prompt: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_loaded: int = 0  # of `num_cached`: loaded from a KV tier
     num_output: int = 0
     num_chunks: int = 0  # steps that computed prompt tokens
     num_preemptions: int = 0
@@ -252,6 +265,15 @@ class GrammarStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """The blocks of a named prefix; with `num_missing`, nothing is pinned yet."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_missing: int = 0  # tokens to compute first
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The engine's time by use. The first three fields add up to its uptime."""
 
@@ -284,6 +306,24 @@ class SloStats:
     changes: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """One KV tier: its content now, and counters since the engine started; of rank 0, if several."""
+
+    name: str  # "host", "disk", "peer"
+    num_records: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    num_saves: int = 0  # records that were stored
+    num_loads: int = 0  # records that were loaded into blocks of the device
+    num_failures: int = 0  # loads that failed: their tokens were computed
+    num_refused: int = 0  # records that were not stored: no room, a full queue or an error
+    num_corrupt: int = 0
+    num_evictions: int = 0
+    num_hit_tokens: int = 0  # prompt tokens of requests whose blocks were loaded
+    record_s: float = 0.0  # measured seconds to load one record
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of the engine after a step: current state, and counters since its start."""
@@ -296,6 +336,7 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
+    num_pinned_blocks: int = 0  # of named prefixes
     num_steps: int = 0
     num_step_tokens: int = 0  # of the last step
     num_preemptions: int = 0
@@ -319,6 +360,9 @@ class EngineStats:
     # Requests that ended at their deadline, by when: predicted, queued, prefill, decode.
     deadlines: dict[str, int] = field(default_factory=dict)
     slo: SloStats | None = None  # None: no targets are set
+    tiers: tuple[TierStats, ...] = ()  # KV tiers below the device, the fastest first
+    # Prefixes found in a tier, by what was decided and why; see core/tiers.py.
+    tier_decisions: dict[str, int] = field(default_factory=dict)
 
     def add(self, num_tokens: list[int], drafting_s: float) -> None:
         """Add the results of one step: the number of tokens per request."""

@@ -233,6 +233,16 @@ def read_row(kv: LayerKV, table: Tensor, context: int, first: int = 0) -> tuple[
     return keys[0, :, positions], values[0, :, positions]
 
 
+def gather_blocks(pages: Tensor, ids: Tensor, records: Tensor) -> None:
+    """Copy blocks of pages [planes, blocks, words] into records [ids, planes, words]."""
+    records.copy_(pages[:, ids].transpose(0, 1))
+
+
+def scatter_blocks(pages: Tensor, ids: Tensor, records: Tensor) -> None:
+    """Copy records [ids, planes, words] into blocks of pages [planes, blocks, words]."""
+    pages[:, ids] = records.transpose(0, 1)
+
+
 def first_visible(start: int, window: int | None) -> int:
     """The first position that queries from `start` on attend to."""
     return 0 if window is None else max(0, start - window + 1)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-MemoryKind = Literal["weights", "KV cache", "adapters", "recorded steps", "tables"]
+MemoryKind = Literal["weights", "KV cache", "adapters", "recorded steps", "tables", "KV offload"]
 Held = tuple[MemoryKind, Tensor]
 
 

@@ -11,13 +11,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.kernels.storages import Held
 from windlass.lora.base import Adapter
-from windlass.lora.peft import AdapterFolder
-from windlass.lora.stored import StoredAdapter, Version
+from windlass.lora.peft import CONFIG, WEIGHTS, AdapterFolder
+from windlass.lora.stored import StoredAdapter, Version, version_of
+from windlass.models.file_digest import sample
 from windlass.models.hparams import HParams
 
 # A quarter of the cores read adapters; the others compute and serve.
@@ -54,7 +57,7 @@ class AdapterStore:
         self._folders: dict[str, Path] = {}
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._pending: dict[str, Future[tuple[Adapter, Version]]] = {}
-        self._versions: dict[str, Version] = {}  # of the files when first read
+        self._versions: dict[str, Version] = {}  # of the files when first used
         self._held: dict[str, int] = {}  # hold counts
         self._reader = ThreadPoolExecutor(_num_readers(), "windlass-adapters")
         # Called with what other ranks do too: register, unregister or read, and the arguments.
@@ -89,6 +92,19 @@ class AdapterStore:
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.cancel()
+
+    def version(self, name: str) -> str:
+        """Identify an adapter's files, also after a restart. Files that change later are refused."""
+        files = [self._folder(name) / file for file in (CONFIG, WEIGHTS)]
+        try:
+            version = version_of(*files)
+            digest = blake2b(repr(version).encode(), digest_size=16)
+            for file in files:
+                digest.update(sample(file))
+        except OSError:  # the read will fail with the reason, and no request can use the blocks
+            return token_hex(16)
+        self._versions.setdefault(name, version)
+        return digest.hexdigest()
 
     @property
     def names(self) -> Collection[str]:

@@ -23,12 +23,18 @@ def file_digest(files: ModelFiles, config: ModelConfig) -> str:
     for file in small:
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     for file in files.weights:
-        size = file.stat().st_size
         # A single file may have any name.
         name = file.name if len(files.weights) > 1 else ""
-        digest.update(f"{name} {size} ".encode())
-        with file.open("rb") as stream:
-            for sample in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
+        digest.update(name.encode() + sample(file))
     return digest.hexdigest()
+
+
+def sample(file: Path) -> bytes:
+    """The size of a file, and parts of its content: those of other weights differ."""
+    size = file.stat().st_size
+    parts = [f" {size} ".encode()]
+    with file.open("rb") as stream:
+        for number in range(_SAMPLES):
+            stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+            parts.append(stream.read(_SAMPLE_BYTES))
+    return b"".join(parts)

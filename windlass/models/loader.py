@@ -18,6 +18,7 @@ from windlass.layers.stored import ShardedRows, StoredWeight
 from windlass.models.checkpoint import Checkpoint, region_shape
 from windlass.models.network import Network, Weights
 from windlass.quant.base import Axis, ParamSpec, Part, check_shards
+from windlass.quant.join import join_rows
 from windlass.quant.shard import Region, Shard
 
 # Tensors in some checkpoints that no network needs: they are computed from the config.
@@ -117,7 +118,7 @@ def _assign(target: _TensorTarget, tensor: Tensor, resident: _Resident) -> None:
 def _finish(layer: StoredWeight) -> None:
     biases = [part.tensors.pop("bias") for part in layer.stored.values() if layer.bias is not None]
     if biases:
-        layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        layer.bias = nn.Parameter(join_rows(biases), requires_grad=False)
     layer.finish()
 
 

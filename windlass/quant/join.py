@@ -24,6 +24,14 @@ def join(forms: Sequence[Form]) -> list[Form]:
     return [run[0] if len(run) == 1 else _concatenate(run) for run in runs]
 
 
+def join_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first axis, as torch.cat, which imports torch._dynamo for meta tensors."""
+    first = tensors[0]
+    if first.is_meta:
+        return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
+    return torch.cat([*tensors])
+
+
 def _mergeable(a: Form, b: Form) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype
@@ -66,17 +74,17 @@ def _ends_on_block(form: Form) -> bool:
 def _concatenate(run: Sequence[Form]) -> Form:
     first = run[0]
     if isinstance(first, Tensor):
-        return torch.cat([form for form in run if isinstance(form, Tensor)])
+        return join_rows([form for form in run if isinstance(form, Tensor)])
     packed = [form for form in run if not isinstance(form, Tensor)]
-    codes = torch.cat([form.codes.view(torch.uint8) for form in packed]).view(first.codes.dtype)
-    scales = torch.cat([_row_scales(form) for form in packed])
+    codes = join_rows([form.codes.view(torch.uint8) for form in packed]).view(first.codes.dtype)
+    scales = join_rows([_row_scales(form) for form in packed])
     if isinstance(first, Int4Group | Int8Group) and first.offsets is not None:
         offsets = [form.offsets for form in packed if isinstance(form, Int4Group | Int8Group)]
-        stacked = torch.cat([tensor for tensor in offsets if tensor is not None])
+        stacked = join_rows([tensor for tensor in offsets if tensor is not None])
         return replace(first, codes=codes, scales=scales, offsets=stacked)
     if isinstance(first, Table4) and first.sub_scales is not None:
         subs = [form.sub_scales for form in packed if isinstance(form, Table4)]
-        stacked = torch.cat([one for one in subs if one is not None])
+        stacked = join_rows([one for one in subs if one is not None])
         return replace(first, codes=codes, scales=scales, sub_scales=stacked)
     return replace(first, codes=codes, scales=scales)
 

@@ -11,6 +11,7 @@ from windlass.kernels.gemm import Norm, TorchGemm
 from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.packed import Packed
 from windlass.quant.base import Axis, Layer, ParamSpec
+from windlass.quant.join import join_rows
 
 
 class Unquantised:
@@ -47,7 +48,7 @@ class Unquantised:
 
     def forms(self, layer: Layer) -> list[Packed | Tensor]:
         weights = [layer.stored.pop(part)["weight"] for part in layer.parts]
-        return [weights[0] if len(weights) == 1 else torch.cat(weights)]
+        return [weights[0] if len(weights) == 1 else join_rows(weights)]
 
     def finish(self, layer: Layer) -> None:
         (weight,) = self.forms(layer)

@@ -22,6 +22,7 @@ from windlass.runner import device as found
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
+from windlass.runner.kv_copies import reserved_bytes
 from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.pooling import Pooler
@@ -88,9 +89,14 @@ def make_runner(
         pooler=pooler,
     )
     reserved = maker.measure() if parts.device.type == "cuda" else {}
+    stage = stage_layout(layout, parts)
+    record_bytes = stage.block_bytes + size * beside
+    copying = reserved_bytes(config.cache, record_bytes, parts.device, parts.mesh.world.size)
+    if copying:
+        reserved["KV offload"] = copying
     capacity = found.size_cache(
         config.cache,
-        stage_layout(layout, parts),
+        stage,
         parts.device,
         limits.memory_share,
         limits.max_num_seqs * layout.blocks_for(parts.max_positions, in_flight),

@@ -277,7 +277,7 @@ def size_cache(
     """The number of blocks: as set, or from a share of the free memory, but no more than needed.
 
     `beside`: bytes per block of a proposer's own KV. `wanted`: blocks that `max_num_seqs` requests of maximum length can use. `reserved`: bytes of
-    steps and graphs.
+    steps, graphs and copies of KV blocks.
     """
     size, bytes_per_block = layout.block_size, layout.block_bytes + beside
     each = gib(bytes_per_block)
@@ -311,12 +311,13 @@ def size_cache(
 def _usable(device: torch.device, share: float, reserved: int) -> tuple[int, str]:
     free = free_bytes(device)
     if device.type == "cpu":
-        return int(free * share), f"{share:g} of {gib(free)} free memory"
+        beside = f" without {gib(reserved)} for KV offload" if reserved else ""
+        return int((free - reserved) * share), f"{share:g} of {gib(free)} free memory{beside}"
     total = whole_bytes(device)
     usable = int(total * share) - (total - free) - reserved
     return usable, (
         f"{share:g} of {gib(total)} on the device, less {gib(total - free)} in use and "
-        f"{gib(reserved)} for steps and graphs"
+        f"{gib(reserved)} for steps, graphs and KV offload"
     )
 
 
@@ -335,7 +336,7 @@ def check_cache_fits(
         return
     num_bytes, free = capacity.num_blocks * capacity.bytes_per_block, free_bytes(device)
     if num_bytes + reserved > free:
-        beside = f" and {gib(reserved)} for steps and graphs" if reserved else ""
+        beside = f" and {gib(reserved)} for steps, graphs and KV offload" if reserved else ""
         raise ConfigError(
             f"{setting} needs {gib(num_bytes)} for the KV cache{beside}, and {gib(free)} of memory "
             f"are free on {device.type}. Lower it, or omit it: then the cache takes a share of "

@@ -73,6 +73,7 @@ class StepShape(NamedTuple):
     pools: bool  # hidden states of a row become a vector
     special_sampling: bool  # a row has penalties, logprobs, a grammar or token lists
     max_new_blocks: int  # of one row
+    max_start: int  # the longest context before the step
 
 
 class SlotFacts:
@@ -138,6 +139,7 @@ class SlotFacts:
             pools=_any_of(self._pooled, slots) and self._pools(rows),
             special_sampling=_any_of(self._special, slots),
             max_new_blocks=max(map(len, map(_BLOCKS, rows))),
+            max_start=max(map(_START, rows)),
         )
 
     def _pools(self, rows: Sequence[Row]) -> bool:

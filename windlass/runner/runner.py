@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from windlass.core.types import BlockId, SlotId, StepPlan, StepResult
+from windlass.core.types import BlockId, Row, SlotId, StepPlan, StepResult
 from windlass.errors import EngineError, OutOfMemory
 from windlass.kernels.storages import Held
 from windlass.lora.bank import Bank
 from windlass.lora.base import Adapter
 from windlass.runner.drafter import Drafter
 from windlass.runner.eager import RunnerParts
-from windlass.runner.executor import Executor, PendingStep
+from windlass.runner.executor import PASSED_ON, Executor, PendingStep
 from windlass.runner.grammar import Matchers
 from windlass.runner.inputs import SlotFacts, StepInputs
+from windlass.runner.kv_tiers import KVTiers
 
 if TYPE_CHECKING:
     from windlass.runner.worker import Followers
@@ -37,6 +38,7 @@ class Runner:
         self._drafter: Drafter | None = None
         self._bank: Bank | None = None
         self._fetch: Callable[[str], Adapter] | None = None
+        self._tiers: KVTiers | None = None
         self.followers: Followers | None = None  # other ranks, which run every plan too
 
     def lead(self, followers: Followers) -> None:
@@ -73,7 +75,7 @@ class Runner:
             parts.gemm,
             parts.pooler,
         )
-        for part in (*shared, *self._executors, self._bank, self._drafter):
+        for part in (*shared, *self._executors, self._bank, self._drafter, self._tiers):
             if part is not None:
                 yield from part.storages()
 
@@ -83,14 +85,14 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Start a step: block copies first, then all rows as one batch.
+        """Start a step: saves of blocks first, then block copies, then all rows as one batch.
 
         A row with draft tokens returns 1 + the number of accepted ones.
         """
         if self.followers is not None:
             return self._submit_with(self.followers, plan)
         try:
-            return self._launch(self._apply(plan))
+            return self._start(plan)
         except torch.cuda.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise OutOfMemory(
@@ -102,10 +104,18 @@ class Runner:
         """Run a plan on all ranks. One that fails here is the end: the others are in the middle of it."""
         followers.announce(plan)
         try:
-            own = self._launch(self._apply(plan))
+            own = self._start(plan)
         except Exception as error:
             raise followers.lost(error) from error
         return followers.shared(own) if self._parts.pipeline.is_last else followers.result()
+
+    def _start(self, plan: StepPlan) -> PendingStep:
+        if self._tiers is not None:
+            self._tiers.apply(plan)
+        grown = self._apply(plan)
+        if not plan.rows:
+            return PASSED_ON
+        return self._launch(StepInputs(plan, self._facts, grown))
 
     def attach(self, drafter: Drafter) -> None:
         """Add a drafter, which runs in steps with a `draft_length`."""
@@ -120,13 +130,17 @@ class Runner:
         for executor in self._executors:
             executor.attach_adapters(bank)
 
+    def attach_tiers(self, tiers: KVTiers) -> None:
+        """Add KV tiers, to which plans may save blocks and from which they load them."""
+        self._tiers = tiers
+
     def attach_grammars(self, grammars: Matchers) -> None:
         """Enable structured outputs."""
         self._parts.sampling.grammars = grammars
         self._facts.take_failures = grammars.take_failures
 
-    def _apply(self, plan: StepPlan) -> StepInputs:
-        """Apply everything in the plan that comes before its rows."""
+    def _apply(self, plan: StepPlan) -> list[Row]:
+        """Apply everything in the plan that comes before its rows; returns rows that got new blocks."""
         parts = self._parts
         for executor in self._executors:
             executor.prepare(plan)
@@ -139,7 +153,7 @@ class Runner:
             parts.slots.clear([admission.slot for admission in plan.admitted])
         grown = parts.slots.apply(plan)
         parts.cache.copy(plan.copies)
-        return StepInputs(plan, self._facts, grown)
+        return grown
 
     def _put_adapters(self, plan: StepPlan) -> None:
         if not plan.adapters:

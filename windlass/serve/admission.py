@@ -74,6 +74,15 @@ class Rates:
         first, last = self._samples[0], self._samples[-1]
         return (last.at - first.at) / (last.num_finished - first.num_finished)
 
+    def wait_s(self, num_queued: int) -> float:
+        """Estimate the time until this many requests have finished; 0 without data.
+
+        If none has finished, one takes at least as long as the samples go back.
+        """
+        if not self._samples:
+            return 0.0
+        return num_queued * (self.request_s or self._samples[-1].at - self._samples[0].at)
+
 
 class Admission(Protocol):
     """Decides whether requests may join the queue."""
@@ -145,6 +154,11 @@ class AdmissionControl:
                 self._refuse(MAX_TOKENS, f"{max_tokens} prompt tokens", num_tokens=over)
         if config.slo_admission:
             self._check_ttft(backlog, num_requests, num_tokens)
+
+    def predicted_wait_s(self, num_requests: int) -> float:
+        """Predict how long further requests would be queued, as others finish now."""
+        num_queued = _queue_after(self._client.backlog, self._client.max_num_seqs, num_requests)
+        return self._rates.wait_s(num_queued)
 
     def _check_ttft(self, backlog: Backlog, num_requests: int, num_tokens: int) -> None:
         """Raise Overloaded if requests ahead would make the first token later than --slo-ttft-ms.

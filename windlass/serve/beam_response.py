@@ -72,6 +72,8 @@ class BeamResponse:
             request_ids=tuple(request.request_id for request in prepared.requests[::n]),
             path=ticket.path,
             adapter=prepared.requests[0].adapter,
+            fallback=ticket.summary.fallback,
+            fallback_model=ticket.summary.fallback_model,
             more_rounds=True,
         )
 

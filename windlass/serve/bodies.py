@@ -20,6 +20,7 @@ from windlass.config import ServeConfig
 from windlass.errors import RequestError
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.body_limits import INLINE_BYTES
+from windlass.serve.fallback import FALLBACK_MODES, FallbackMode
 from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
 from windlass.serve.protocol import MAX_DEADLINE_MS
 from windlass.serve.services import GenerationServices
@@ -31,6 +32,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _DEADLINE_HEADER = "x-windlass-deadline-ms"
+_FALLBACK_HEADER = "x-windlass-fallback"
 _MAX_HEADER_CHARS = 1_000
 _MAX_INLINE_ITEMS = 1_000  # tokens, about a microsecond each
 
@@ -122,6 +124,17 @@ def deadline_s(request: Request, deadline_ms: float | None) -> float | None:
             )
         deadline_ms = header_ms if deadline_ms is None else min(deadline_ms, header_ms)
     return None if deadline_ms is None else deadline_ms / 1000
+
+
+def fallback_header(request: Request) -> FallbackMode | None:
+    """The mode of degradation that a header sets; None: there is no such header."""
+    given = request.headers.get(_FALLBACK_HEADER)
+    if given is not None and given not in FALLBACK_MODES:
+        raise RequestError(
+            f"the header X-Windlass-Fallback is {abbreviate(given)}; it must be auto or none.",
+            "fallback",
+        )
+    return None if given is None else FALLBACK_MODES[given]
 
 
 async def decode_as(raw: bytes, read: Callable[[bytes], T], services: GenerationServices) -> T:

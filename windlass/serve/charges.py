@@ -35,7 +35,7 @@ class Charges:
         numbers = self._numbers(entry, trace, name)
         self._limits.charge(entry.owner, numbers.prompt_tokens + numbers.output_tokens)
         if self._usage is not None:
-            model = entry.adapter or self._model
+            model = entry.adapter or entry.fallback_model or self._model
             self._usage.add(UsageKey(entry.owner, entry.key_id, model), numbers)
 
     def _numbers(self, entry: Entry, trace: RequestTrace, name: str) -> Numbers:

@@ -28,12 +28,14 @@ from typing import Any
 import zmq.asyncio
 
 from windlass.core.card import Choice, EngineReport
+from windlass.core.handover import HandedBlocks
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
+from windlass.serve.handover import PREFILL_DIED, Handovers, SplitPolicy
 from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.loop import Build, Prepare
@@ -78,6 +80,7 @@ class EngineClient:
         prepare: Prepare = _no_preparation,
         num_replicas: int = 1,
         retry_on_restart: bool = False,
+        split: SplitPolicy | None = None,
     ) -> None:
         launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
         self.replicas = [
@@ -88,6 +91,8 @@ class EngineClient:
         self._context: zmq.asyncio.Context | None = None
         self._flights: dict[str, _Flight] = {}
         self._router: PrefixRouter | None = None  # None: there is one replica
+        # None: every replica computes prompts and outputs.
+        self.handovers = None if split is None else Handovers(split)
         self._quarantine = Quarantine()
         self._retry_on_restart = retry_on_restart
         self._settings: messages.Configure | None = None  # None: as the engines were built
@@ -97,6 +102,7 @@ class EngineClient:
         self.failed = asyncio.Event()
         self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
         self.on_traces: Callable[[int, list[RequestTrace]], None] | None = None
+        self.on_cache_empty: Callable[[int], None] | None = None
         self.on_traces_lost: Callable[[Collection[str]], None] | None = None
         self._unloads: set[asyncio.Task[None]] = set()
 
@@ -167,6 +173,8 @@ class EngineClient:
             self._router = PrefixRouter(report.capacity.block_size, sizes)
         waiting, self._waiting = self._waiting, {}
         self._send([add for add in waiting.values() if self._quarantine.enter(add)])
+        if self.on_cache_empty is not None:
+            self.on_cache_empty(replica.index)
 
     def on_failed(self) -> None:
         if all(each.supervisor.has_failed for each in self.replicas):
@@ -179,6 +187,9 @@ class EngineClient:
         """Resend or fail the requests of an engine that ended."""
         quarantine = self._quarantine
         quarantine.strike(running, how)
+        if self.handovers is not None and self._up:
+            for request_id in self.handovers.in_transfer(replica.index):
+                self._decode(request_id, None, PREFILL_DIED)
         started = {
             name
             for name, flight in self._flights.items()
@@ -200,8 +211,11 @@ class EngineClient:
             _log.error("request %s is blocked: the engine failed again while it ran", request_id)
         released = quarantine.engine_ended(lost)
         resent = self._fail(lost, how, started=started, blocked=blocked)
+        untraced = replica.untraced - {each.request.request_id for each in resent}
+        if self.handovers is not None:
+            self.handovers.lose(untraced)
         if self.on_traces_lost is not None:
-            self.on_traces_lost(replica.untraced - {each.request.request_id for each in resent})
+            self.on_traces_lost(untraced)
         replica.untraced.clear()
         if self._up:
             released += [add for add in resent if quarantine.enter(add)]
@@ -332,13 +346,48 @@ class EngineClient:
             if not up:
                 flight.inbox.put(WorkerDied(f"{self.health().reason}. Try again in a moment."))
                 continue
-            replica = up[0]
+            candidates = [each.index for each in up]
+            if self.handovers is not None and to is None:
+                add, candidates = self._split(add, candidates)
+            chosen = candidates[0]
             if self._router is not None:
-                replica = self.replicas[self._router.route(add.request, [e.index for e in up])]
-            flight.replica = replica
-            batches.setdefault(replica.index, []).append(add)
+                chosen = self._router.route(add.request, candidates)
+            flight.replica = self.replicas[chosen]
+            batches.setdefault(chosen, []).append(add)
         for index, batch in batches.items():
             self.replicas[index].add(batch)
+
+    def _split(self, add: messages.Add, candidates: list[int]) -> tuple[messages.Add, list[int]]:
+        """Decide whether a prefill engine begins a request; returns what to send, and to which replicas."""
+        assert self.handovers is not None
+        assert self._router is not None
+        decode = self.handovers.policy.decode(candidates)
+        num_cached = self._router.num_cached(add.request, decode)
+        request, candidates = self.handovers.begin(add.request, candidates, num_cached)
+        return messages.Add(request, add.fingerprint), candidates
+
+    def on_handed_over(self, replica: Replica, handed: messages.HandedOver) -> None:
+        flight = self._flights.get(handed.request_id)
+        if flight is not None and flight.replica is replica:  # else the client has gone
+            self._decode(handed.request_id, handed.blocks)
+
+    def _decode(self, request_id: str, blocks: HandedBlocks | None, reason: str = "") -> None:
+        """Send a request with a first token to a decode engine, or to any if there is none."""
+        assert self.handovers is not None
+        assert self._router is not None
+        flight = self._flights[request_id]
+        request = self.handovers.decode(flight.add.request, blocks, reason)
+        self._router.ended(request_id)
+        up = [each.index for each in self._up]
+        candidates = self.handovers.policy.decode(up) or up
+        if not candidates:
+            flight.replica = None
+            flight.inbox.put(WorkerDied(f"{self.health().reason}. Try again in a moment."))
+            return
+        chosen = self._router.route(request, candidates)
+        self._router.prompt_computed(request_id)
+        flight.replica = self.replicas[chosen]
+        flight.replica.add([messages.Add(request, flight.add.fingerprint, blocks)])
 
     def abort(self, request_id: str, completed: bool = False) -> None:
         """Abort one request; it has no further outputs. Unknown ids are ignored.
@@ -361,6 +410,8 @@ class EngineClient:
     def ended(self, request_id: str, completed: bool) -> None:
         """Forget a request whose last output was read."""
         flight = self._flights.pop(request_id)
+        if self.handovers is not None and (trace := self.handovers.end(request_id)) is not None:
+            self._report_traces(flight.replica, [trace])
         self._waiting.pop(request_id, None)
         flight.inbox.open_ids.discard(request_id)
         self.num_finished += 1
@@ -378,6 +429,8 @@ class EngineClient:
                     flight.has_output = True
                     if self._router is not None:
                         self._router.prompt_computed(output.request_id)
+                if self.handovers is not None:
+                    output = self.handovers.on_output(output, replica.index)
                 if output.finish is not None:
                     self._finished(flight, output)
                 flight.inbox.put(output)
@@ -407,7 +460,13 @@ class EngineClient:
             self.on_stats(replica.index, stats, last)
 
     def on_traces_of(self, replica: Replica, traces: list[RequestTrace]) -> None:
-        if self.on_traces is not None:
+        if self.handovers is not None:
+            joined = map(self.handovers.on_trace, traces)
+            traces = [each for each in joined if each is not None]
+        self._report_traces(replica, traces)
+
+    def _report_traces(self, replica: Replica | None, traces: list[RequestTrace]) -> None:
+        if self.on_traces is not None and replica is not None and traces:
             self.on_traces(replica.index, traces)
 
     # ---- all replicas ------------------------------------------------------------------------
@@ -476,6 +535,9 @@ class EngineClient:
     async def wake(self) -> None:
         """Undo `sleep`; an engine that was restarted since is awake already."""
         await self._on_all_or_undo(Replica.wake, _keep)
+        if self.on_cache_empty is not None:
+            for replica in self._up:
+                self.on_cache_empty(replica.index)
 
     async def stop_process(self) -> None:
         """Stop the engine processes until `start_process`; no request may be in flight."""
@@ -527,7 +589,11 @@ class EngineClient:
     def max_num_seqs(self) -> int:
         """Requests that all replicas together run at once."""
         cap = None if self._settings is None else self._settings.caps.max_num_seqs
-        own = (each.report.max_num_seqs for each in self._restartable)
+        generating = self._restartable
+        if self.handovers is not None:
+            decode = self.handovers.policy.decode([each.index for each in generating])
+            generating = [self.replicas[index] for index in decode] or generating
+        own = (each.report.max_num_seqs for each in generating)
         return sum(each if cap is None else min(cap, each) for each in own)
 
     @property

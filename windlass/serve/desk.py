@@ -53,6 +53,9 @@ class Ticket:
         self.entry: Entry | None = None
         self.served: Sequence[ServedCompletion] = ()
         self.on_end: Callable[[], None] = lambda: None
+        self.limit_headers: dict[str, str] | None = (
+            None  # None: not counted with its tenant's limits
+        )
 
     def mark(self, phase: str) -> None:
         """End a phase before the engine: the time since the phase before it."""

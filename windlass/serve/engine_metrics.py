@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from windlass.core.card import EngineReport
 from windlass.core.trace import BLOCKERS, NEXT_STEP
 from windlass.core.types import AdapterStats, EngineStats, ExpertStats, GrammarStats, SloStats
+from windlass.serve.tier_metrics import TierMetrics
 from windlass.serve.vllm_metrics import PREFIX
 
 T = TypeVar("T", bound=MetricWrapperBase)
@@ -82,6 +83,7 @@ class EngineMetrics:
         self._adapter_metrics()
         self._grammar_metrics()
         self._slo_metrics()
+        self._tiers = TierMetrics(gauges=self._gauges, counters=self._labelled, labels=self._labels)
 
     def _process_metrics(self) -> None:
         self.up = self._gauge("engine_up", "1 if the engine process is healthy, else 0.")
@@ -111,6 +113,9 @@ class EngineMetrics:
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._kv_blocks = self._gauges(
             "kv_cache_blocks", "KV blocks: used, cached (free and reusable), or free.", "state"
+        )
+        self._pinned = self._gauge(
+            "kv_cache_pinned_blocks", "KV blocks of named prefixes, which are not evicted."
         )
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._preemptions = self._counter(
@@ -276,6 +281,7 @@ class EngineMetrics:
             self._waiting_for.labels(*self._labels, label).set(count)
         self._fairness.set(stats.tenant_fairness)
         self._kv_usage.set(stats.num_used_blocks / max(1, stats.num_blocks))
+        self._pinned.set(stats.num_pinned_blocks)
         num_free = stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks
         blocks = {"used": stats.num_used_blocks, "cached": stats.num_cached_blocks}
         for state, count in {**blocks, "free": num_free}.items():
@@ -305,6 +311,8 @@ class EngineMetrics:
             self._observe_adapters(stats.adapters, last.adapters)
         if stats.grammars is not None:
             self._observe_grammars(stats.grammars, last.grammars)
+        if stats.tiers:
+            self._tiers.observe(stats, last)
         if stats.experts is not None and stats.experts != last.experts:
             self._observe_experts(stats.experts)
         if stats.num_steps > last.num_steps:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.card import EngineReport
+from windlass.core.tiers import RECOMPUTED
 from windlass.core.trace import BATCH, BLOCKERS, BLOCKS, SEQUENCES, RequestTrace
 
 Json = dict[str, Any]
@@ -90,6 +91,8 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
         },
         "prompt": {
             "cached_tokens": times.num_cached,
+            "loaded_tokens": trace.loaded,
+            "tier_decision": trace.tier_decision or None,
             "first_missed": trace.first_miss,
             "why_missed": trace.why_missed or None,
             "num_chunks": times.num_chunks,
@@ -113,6 +116,13 @@ def trace_json(trace: RequestTrace, began: float) -> Json:
         body["why_ended"] = trace.why_ended
     if trace.drafted:
         body["drafts"] = _drafts_json(trace)
+    if trace.handover is not None:
+        body["handover"] = {
+            "engines": 1 + trace.handover.is_split,
+            "blocks": trace.handover.num_blocks,
+            "seconds": _s(trace.handover.seconds),
+            "reason": trace.handover.reason or None,
+        }
     return body
 
 
@@ -167,6 +177,8 @@ def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineRe
     running, ahead = _many(trace.num_running, "running request"), _many(trace.num_ahead, "other")
     if top == "prefill":
         cached = f"; {times.num_cached:,} more were cached" if times.num_cached else ""
+        if trace.tier_decision.startswith(RECOMPUTED):
+            cached += f" ({trace.tier_decision})"
         computed = times.num_prompt - times.num_cached
         return (
             f"were spent computing the prompt: {_many(computed, 'token')} in "
@@ -195,6 +207,8 @@ def _describe(top: str, trace: RequestTrace, *, phases: Phases, report: EngineRe
         "grammar": "were spent waiting for its grammar to be compiled",
         "tenants": "were spent waiting behind requests of other tenants, which had been served "
         "fewer tokens for their weight",
+        "kv": "were spent waiting for KV blocks of its prefix to be loaded from a tier"
+        + (f" ({trace.tier_decision})" if trace.tier_decision else ""),
         "step": "were spent waiting for the step that was running when the request arrived",
     }
     return descriptions[top]

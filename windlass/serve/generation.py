@@ -6,19 +6,22 @@ common to them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.core.card import ModelCard
 from windlass.core.types import BATCH_PRIORITY
-from windlass.errors import RequestError
+from windlass.errors import EngineError, RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.beam_response import BeamResponse
 from windlass.serve.bodies import (
     deadline_s,
+    fallback_header,
     names_unknown_fields,
     read_as,
     relaxed_header,
@@ -27,24 +30,33 @@ from windlass.serve.bodies import (
     unknown_fields_header,
 )
 from windlass.serve.desk import Ticket
+from windlass.serve.fallback import (
+    FallbackMode,
+    FallbackStep,
+    first_step,
+    may_go_on,
+    mode_of,
+    next_steps,
+    reason_of,
+)
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
-from windlass.serve.keys import BATCH_OWNER
+from windlass.serve.keys import BATCH_OWNER, Sender
 from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
 from windlass.serve.llama_format import LlamaFormat
 from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest
 from windlass.serve.ollama_format import OllamaFormat
 from windlass.serve.openai_format import OpenAIFormat
-from windlass.serve.prepare import Prepared
-from windlass.serve.protocol import ChatRequest, CompletionRequest
+from windlass.serve.prepare import Prepared, as_prompts
+from windlass.serve.protocol import ChatRequest, CompletionRequest, DeadlineField
 from windlass.serve.response import CompletionResponse, ResponseFormat, ended_on_error
 from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
-from windlass.serve.services import GenerationServices
+from windlass.serve.services import Fallbacks, FallbackTier, GenerationServices
 from windlass.serve.tenants import Tenant
 
 GenerationBody = ChatRequest | CompletionRequest
-MakeFormat = Callable[[GenerationBody, Prepared], ResponseFormat]
+MakeFormat = Callable[[GenerationBody, Prepared, ModelCard], ResponseFormat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,38 @@ class ApiCall:
     body: GenerationBody
     make_format: MakeFormat
     unknown_fields: Sequence[RequestError]
-    deadline_ms: float | None = None
+    options: DeadlineField  # of the body that was sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A request whose body was read, until it is answered."""
+
+    request: Request
+    body: GenerationBody
+    make_format: MakeFormat
+    ticket: Ticket
+    sender: Sender
+    allowed_s: float | None  # from its arrival to its deadline
+
+    def degraded(self, tier: FallbackTier | None) -> Exchange:
+        """The same for a step of the chain of --fallback; None: for the server's own model."""
+        if tier is None:
+            return self
+        changes: dict[str, object] = {}
+        if tier.services is not None:
+            changes["model"] = None  # its name belongs to the server's own model
+        if tier.step.max_tokens is not None:
+            names = ("max_tokens", "max_completion_tokens")
+            given = [getattr(self.body, name, None) for name in names]
+            shortest = min([tier.step.max_tokens, *(each for each in given if each is not None)])
+            changes["max_tokens"] = shortest
+            if isinstance(self.body, ChatRequest):
+                changes["max_completion_tokens"] = shortest
+        return replace(self, body=self.body.model_copy(update=changes))
+
+    def is_late(self, now: float) -> bool:
+        return self.allowed_s is not None and now >= self.ticket.began + self.allowed_s
 
 
 class Generation:
@@ -112,11 +155,12 @@ class Generation:
         return reply({"input_tokens": len(tokens)})
 
     def _openai(self, body: GenerationBody) -> ApiCall:
-        return ApiCall(body, self._openai_format, body.unknown_fields, body.deadline_ms)
+        return ApiCall(body, self._openai_format, body.unknown_fields, body)
 
-    def _openai_format(self, body: GenerationBody, prepared: Prepared) -> ResponseFormat:
-        services = self._services
-        tokenizer = services.card.tokenizer
+    def _openai_format(
+        self, body: GenerationBody, prepared: Prepared, card: ModelCard
+    ) -> ResponseFormat:
+        tokenizer = card.tokenizer
         formatter: Formatter
         if isinstance(body, ChatRequest):
             formatter = ChatFormatter(body, prepared, tokenizer)
@@ -126,8 +170,8 @@ class Generation:
             formatter,
             body=body,
             response_id=prepared.response_id,
-            model=self._model_of(prepared),
-            force_usage=services.config.enable_force_include_usage or bool(body.include_cost),
+            model=_model_of(prepared, card),
+            force_usage=self._services.config.enable_force_include_usage or bool(body.include_cost),
         )
 
     def _responses(self, raw: bytes, owner: str) -> ApiCall:
@@ -140,17 +184,17 @@ class Generation:
             messages = [*earlier, *body.messages(), *messages_of(items)]
             self._stored.add(response, messages, owner)
 
-        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
+        def make_format(_: GenerationBody, prepared: Prepared, card: ModelCard) -> ResponseFormat:
             return ResponsesFormat(
                 body,
                 prepared,
-                model=self._model_of(prepared),
-                tokenizer=self._services.card.tokenizer,
+                model=_model_of(prepared, card),
+                tokenizer=card.tokenizer,
                 store=store,
             )
 
         chat = body.chat(earlier)
-        return ApiCall(chat, make_format, body.unknown_fields, body.deadline_ms)
+        return ApiCall(chat, make_format, body.unknown_fields, body)
 
     def _owner(self, request: Request) -> str:
         return self._services.keys.tenant_of(request).name
@@ -158,10 +202,10 @@ class Generation:
     def _anthropic(self, raw: bytes, _owner: str) -> ApiCall:
         body = MessagesRequest.read(raw)
 
-        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
-            return AnthropicFormat(prepared, self._model_of(prepared))
+        def make_format(_: GenerationBody, prepared: Prepared, card: ModelCard) -> ResponseFormat:
+            return AnthropicFormat(prepared, _model_of(prepared, card))
 
-        return ApiCall(body.chat(), make_format, body.unknown_fields, body.deadline_ms)
+        return ApiCall(body.chat(), make_format, body.unknown_fields, body)
 
     def _ollama(self, raw: bytes, *, is_chat: bool) -> ApiCall:
         body: OllamaChatRequest | OllamaGenerateRequest
@@ -173,24 +217,20 @@ class Generation:
             body = OllamaGenerateRequest.read(raw)
             request = body.request()
 
-        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
-            return OllamaFormat(prepared, self._model_of(prepared), is_chat=is_chat)
+        def make_format(_: GenerationBody, prepared: Prepared, card: ModelCard) -> ResponseFormat:
+            return OllamaFormat(prepared, _model_of(prepared, card), is_chat=is_chat)
 
-        return ApiCall(request, make_format, body.unknown_fields, body.deadline_ms)
+        return ApiCall(request, make_format, body.unknown_fields, body)
 
     def _llama(self, body: LlamaCompletionRequest | LlamaInfillRequest) -> ApiCall:
-        card = self._services.card
-        tokenizer = card.tokenizer
+        own = self._services.card
 
-        def make_format(_: GenerationBody, prepared: Prepared) -> ResponseFormat:
-            model = self._model_of(prepared)
-            return LlamaFormat(body, prepared, model=model, tokenizer=tokenizer)
+        def make_format(_: GenerationBody, prepared: Prepared, card: ModelCard) -> ResponseFormat:
+            model = _model_of(prepared, card)
+            return LlamaFormat(body, prepared, model=model, tokenizer=card.tokenizer)
 
-        request = body.request(card.default_sampling, tokenizer.encode)
-        return ApiCall(request, make_format, body.unknown_fields, body.deadline_ms)
-
-    def _model_of(self, prepared: Prepared) -> str:
-        return prepared.requests[0].adapter or self._services.card.name
+        request = body.request(own.default_sampling, own.tokenizer.encode)
+        return ApiCall(request, make_format, body.unknown_fields, body)
 
     async def _respond(self, request: Request, read: Callable[[bytes, str], ApiCall]) -> Response:
         """Every exit from here, and from the stream that it may return, ends the ticket."""
@@ -213,56 +253,131 @@ class Generation:
             if services.keys.are_needed and not services.config.share_prefix_cache:
                 # A tenant must not learn from timing what another tenant has sent.
                 changes["cache_salt"] = tenant.cache_salt(body.cache_salt)
-            body = body.model_copy(update=changes)
-            allowed_s = deadline_s(request, call.deadline_ms)
-            prepared = await self._prepare(body, tenant, ticket)
-            if allowed_s is not None:
-                prepared = prepared.due_at(ticket.began + allowed_s)
-            request.state.response_id = prepared.response_id
-            headers = request_id_header(request, prepared.response_id, services.config)
-            headers |= unknown_fields_header(request)
-            headers |= relaxed_header(request, prepared.relaxed)
-            services.admission.check(body.num_completions, prepared.num_prompt_tokens)
-            if tenant.is_limited:
-                hold = await services.limits.admit(tenant, prepared.max_total_tokens)
-                ticket.on_end = hold.release
-                headers |= hold.headers
-            services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
-            if body.include_cost and services.price is None:
-                raise RequestError(
-                    "include_cost needs a server started with --price-per-hour.",
-                    "include_cost",
-                )
-            response_format = call.make_format(body, prepared)
-            if body.use_beam_search:
-                beams = BeamResponse(
-                    services,
-                    prepared,
-                    body=body,
-                    response_format=response_format,
-                    ticket=ticket,
-                    sender=sender,
-                )
-                response = await beams.send_whole(request)
-            else:
-                completion = CompletionResponse(
-                    services,
-                    prepared,
-                    body=body,
-                    response_format=response_format,
-                    ticket=ticket,
-                    sender=sender,
-                )
-                send = completion.stream if body.stream else completion.send_whole
-                response = await send(request)
+            exchange = Exchange(
+                request=request,
+                body=body.model_copy(update=changes),
+                make_format=call.make_format,
+                ticket=ticket,
+                sender=sender,
+                allowed_s=deadline_s(request, call.options.deadline_ms),
+            )
+            if services.fallbacks is None:
+                return await self._answer(exchange, services)
+            asked = call.options.fallback, fallback_header(request)
+            mode = mode_of(tenant.fallback, *asked, is_batch=is_batch)
+            return await self._answer_with(services.fallbacks, exchange, mode)
+
+    async def _answer_with(
+        self, fallbacks: Fallbacks, exchange: Exchange, mode: FallbackMode | None
+    ) -> Response:
+        """Answer with the first step of the chain that can.
+
+        If none can, raises the error of the server's own model, or of the first step if it was not
+        tried.
+        """
+        services, ticket = self._services, exchange.ticket
+        steps = self._usable_steps(fallbacks, exchange, mode)
+        num_requests = exchange.body.num_completions
+        queues = [fallbacks.admission, *(each.admission for each in fallbacks.tiers)]
+        index, reason = first_step(
+            steps,
+            [each.predicted_wait_s(num_requests) for each in queues],
+            allowed_s=exchange.allowed_s,
+            limit_s=services.config.fallback_wait_ms / 1000 if mode == "auto" else None,
+        )
+        errors: dict[int, EngineError] = {}
+        for step in [index, *next_steps(steps, index)]:
+            summary, tier = ticket.summary, fallbacks.tiers[step - 1] if step else None
+            chosen = services if tier is None else tier.services or services
+            summary.fallback, summary.fallback_model = "", ""
+            if tier is not None:
+                summary.fallback = reason or ""
+                summary.fallback_model = "" if chosen is services else chosen.card.name
+            try:
+                response = await self._answer(exchange.degraded(tier), chosen)
+            except EngineError as error:
+                errors[step] = error
+                if not may_go_on(error, step) or exchange.is_late(time.monotonic()):
+                    break
+                reason = reason_of(error) or reason
+                continue
+            if tier is not None:
+                services.metrics.fell_back(summary.fallback, chosen.card.name)
+                response.headers["X-Windlass-Fallback"] = summary.fallback
+            return response
+        raise errors.get(0, next(iter(errors.values())))
+
+    def _usable_steps(
+        self, fallbacks: Fallbacks, exchange: Exchange, mode: FallbackMode | None
+    ) -> list[FallbackStep | None]:
+        """The chain with None for the steps that this request may not use, beginning with its own model."""
+        own, body, tenant = self._services, exchange.body, exchange.sender.tenant
+        adapter = own.preparer.adapter_of(body.model, tenant)  # raises ModelNotFound
+        needs_own = bool(adapter) or _has_token_ids(body)
+        steps: list[FallbackStep | None] = [None]
+        for tier in fallbacks.tiers:
+            other = tier.services
+            is_usable = mode != "none" and (
+                other is None
+                or (not needs_own and tenant.may_use("", (other.card.name, *other.card.aliases)))
+            )
+            steps.append(tier.step if is_usable else None)
+        return steps
+
+    async def _answer(self, exchange: Exchange, services: GenerationServices) -> Response:
+        """Answer with the model of `services`."""
+        request, body, ticket = exchange.request, exchange.body, exchange.ticket
+        tenant = exchange.sender.tenant
+        prepared = await self._prepare(body, tenant, ticket, services)
+        if exchange.allowed_s is not None:
+            prepared = prepared.due_at(ticket.began + exchange.allowed_s)
+        request.state.response_id = prepared.response_id
+        headers = request_id_header(request, prepared.response_id, services.config)
+        headers |= unknown_fields_header(request)
+        headers |= relaxed_header(request, prepared.relaxed)
+        services.admission.check(body.num_completions, prepared.num_prompt_tokens)
+        if tenant.is_limited:
+            headers |= await self._hold(exchange, prepared.max_total_tokens)
+        services.metrics.params(prepared.sampling.n, prepared.sampling.max_tokens)
+        if body.include_cost and services.price is None:
+            raise RequestError(
+                "include_cost needs a server started with --price-per-hour.", "include_cost"
+            )
+        respond = BeamResponse if body.use_beam_search else CompletionResponse
+        completion = respond(
+            services,
+            prepared,
+            body=body,
+            response_format=exchange.make_format(body, prepared, services.card),
+            ticket=ticket,
+            sender=exchange.sender,
+        )
+        if body.stream and isinstance(completion, CompletionResponse):
+            response = await completion.stream(request)
+        else:
+            response = await completion.send_whole(request)
         response.headers.update(headers)
         return response
 
-    async def _prepare(self, body: GenerationBody, tenant: Tenant, ticket: Ticket) -> Prepared:
-        preparer, report = self._services.preparer, self._services.client.report
+    async def _hold(self, exchange: Exchange, max_tokens: int) -> dict[str, str]:
+        """Count the request with the limits of its tenant, once; returns headers."""
+        ticket, tenant = exchange.ticket, exchange.sender.tenant
+        if ticket.limit_headers is None:
+            hold = await self._services.limits.admit(tenant, max_tokens)
+            ticket.on_end, ticket.limit_headers = hold.release, dict(hold.headers)
+        return ticket.limit_headers
+
+    async def _prepare(
+        self,
+        body: GenerationBody,
+        tenant: Tenant,
+        ticket: Ticket,
+        services: GenerationServices,
+    ) -> Prepared:
+        preparer, report = services.preparer, services.client.report
         summary, is_chat = ticket.summary, isinstance(body, ChatRequest)
         summary.operation = "chat" if is_chat else "text_completion"
-        summary.model = body.model or self._services.card.name
+        summary.model = summary.model or body.model or services.card.name
         summary.stream = bool(body.stream)
         if isinstance(body, ChatRequest):
             prepared = await preparer.chat(body, report, tenant, ticket.mark)
@@ -276,3 +391,16 @@ class Generation:
         summary.temperature, summary.top_p = sampling.temperature, sampling.top_p
         summary.num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
         return prepared
+
+
+def _model_of(prepared: Prepared, card: ModelCard) -> str:
+    return prepared.requests[0].adapter or card.name
+
+
+def _has_token_ids(body: GenerationBody) -> bool:
+    """Whether a request has token ids, which mean something else to another model."""
+    if body.logit_bias or body.allowed_token_ids or body.stop_token_ids:
+        return True
+    return isinstance(body, CompletionRequest) and any(
+        not isinstance(prompt, str) for prompt in as_prompts(body.prompt)
+    )

@@ -12,9 +12,10 @@ from typing import Protocol
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
-from windlass.core.types import EngineStats, NewRequest, Output
+from windlass.core.types import EngineStats, NewRequest, Output, PinnedPrefix
 from windlass.errors import EngineError
 from windlass.serve.adapter_registry import AdapterRegistry, Change
+from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox
 from windlass.serve.messages import Configure
@@ -29,6 +30,17 @@ class EngineReplica(Protocol):
 
     def generate(self, request: NewRequest, tracked: bool) -> AsyncGenerator[Output, None]:
         """Yield the outputs of a request that this replica computes."""
+        ...
+
+    async def pin_prefix(self, name: str, request: NewRequest, on_device: bool) -> PinnedPrefix:
+        """Keep the cached blocks of a prompt from eviction; one that is not cached is not pinned.
+
+        `on_device` False: only KV tiers keep them.
+        """
+        ...
+
+    async def unpin_prefix(self, name: str) -> int:
+        """Let the blocks of a prefix be evicted again; returns their number."""
         ...
 
     @property
@@ -94,12 +106,15 @@ class EngineHandle(GenerationClient, Protocol):
     """One engine, or several replicas of it, as the server uses them."""
 
     adapters: AdapterRegistry
+    handovers: Handovers | None  # None: every replica computes prompts and outputs
     num_finished: int
     failed: asyncio.Event  # set when no replica is restarted any more
     # Called with a replica's index, and the current and the previous stats of its engine process.
     on_stats: Callable[[int, EngineStats, EngineStats], None] | None
     # Called with a replica's index, and the traces of requests that it has ended.
     on_traces: Callable[[int, list[RequestTrace]], None] | None
+    # Called with the index of a replica that started or woke: its KV cache is empty.
+    on_cache_empty: Callable[[int], None] | None
     # Called with the ids of requests whose traces were lost with their engine.
     on_traces_lost: Callable[[Collection[str]], None] | None
 

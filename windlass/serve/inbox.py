@@ -58,6 +58,11 @@ class Inbox:
             if not waiting.done():  # else the consumer was cancelled
                 waiting.set_result(None)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether `get` would wait."""
+        return not self._items
+
     async def get(self) -> Item:
         """Remove and return the oldest item; waits for one. For one task at a time."""
         while not self._items:

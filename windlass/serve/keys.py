@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.config import ServeConfig, check_key
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, RequestError
 from windlass.serve.keys_file import KEY_NAME, KeysFile, read_private
 from windlass.serve.problems import AdminOnly, InvalidKey, NotAllowed, problem_of
 from windlass.serve.tenants import NO_TENANT, Tenant, TenantTable
@@ -133,6 +133,19 @@ class Keys:
         if tenant.disabled:
             raise InvalidKey(f"the tenant {tenant.name!r} is disabled.")
         return Sender(tenant, found.id)
+
+    def tenant_named(self, name: str) -> Tenant:
+        """A tenant of the keys file, or that of a key without one, by its public id."""
+        if KEY_NAME.fullmatch(name):
+            return Tenant(name=name)
+        tenants = {} if self.table is None else self.table.tenants
+        if name not in tenants:
+            raise RequestError(
+                f"there is no tenant {name!r:.200} in the keys file. It has {len(tenants)} tenants: GET "
+                "/admin/tenants.",
+                "tenant",
+            )
+        return tenants[name]
 
     def _batch_tenant(self, owner: str) -> Tenant:
         """The tenant of a batch; its key may be gone, and batches of a gone or disabled tenant end."""

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError, RequestError
 from windlass.serve.batch.database import storage_errors
+from windlass.serve.fallback import FallbackMode
 from windlass.serve.fields import unknown_field, validation_error
 from windlass.serve.problems import ObjectNotFound
 from windlass.serve.tenants import Budget, Tenant, TenantKey, TenantTable
@@ -80,6 +81,7 @@ class _TenantEntry(_Entry):
     models: Names | None = None
     adapters: Names | None = None
     budget: _BudgetEntry | None = None
+    fallback: FallbackMode | None = None
     admin: bool = False
     disabled: bool = False
 
@@ -134,9 +136,9 @@ class KeysFile:
             if self._path.suffix == ".json":
                 document = json.loads(text, object_pairs_hook=_without_duplicates)
             else:
-                document = yaml.load(text, _Loader)
+                document = yaml.load(text, StrictLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.name} cannot be parsed: {_one_line(error)}") from error
+            raise ConfigError(f"{self.name} cannot be parsed: {one_line(error)}") from error
         if not isinstance(document, dict) or not isinstance(document.get("tenants"), dict):
             raise ConfigError(
                 f"{self.name} has no `tenants:` with a name and fields for each tenant."
@@ -192,7 +194,7 @@ class KeysFile:
                 raise
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML without keys that are given twice, of which PyYAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -216,7 +218,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The problem and its place, without the text of the file, which may have a key in it."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark

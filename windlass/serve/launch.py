@@ -15,14 +15,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.config import Device, ServeConfig
-from windlass.core.card import ModelCard
+from windlass.core.card import EngineReport, ModelCard
 from windlass.serve.descriptors import raise_descriptor_limit
 from windlass.serve.event_loop import run_loop
+from windlass.serve.fallback import FallbackStep
 from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
 from windlass.serve.live_config import LiveConfig, StartConfig
@@ -41,6 +42,15 @@ OpenCard = Callable[[], ModelCard]
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackParts:
+    """A step of --fallback. A step without a model has only the step."""
+
+    step: FallbackStep
+    client: EngineHandle | None = None
+    open_card: OpenCard | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerParts:
     """What a server is started with. `open_card` may also pass the build to `client`."""
 
@@ -51,6 +61,13 @@ class ServerParts:
     on_ready: OnReady
     reloads: Reloads = field(default_factory=Reloads)
     started: StartConfig = field(default_factory=StartConfig)
+    fallbacks: Sequence[FallbackParts] = ()
+
+    @property
+    def clients(self) -> list[EngineHandle]:
+        """The engines of all models, the server's own first."""
+        others = (each.client for each in self.fallbacks)
+        return [self.client, *(each for each in others if each is not None)]
 
 
 def serve(
@@ -60,6 +77,7 @@ def serve(
     on_ready: OnReady,
     *,
     started: StartConfig = StartConfig(),  # noqa: B008
+    fallbacks: Sequence[FallbackParts] = (),
 ) -> int:
     """Serve until a signal arrives or the engine has failed for good; returns the exit code.
 
@@ -77,6 +95,7 @@ def serve(
         listener=listener,
         on_ready=on_ready,
         started=started,
+        fallbacks=fallbacks,
     )
     try:
         return run_loop(_serve_until_signal(parts))
@@ -91,9 +110,14 @@ def num_http_workers(device: Device) -> int:
 
     Decided before the engine's process knows its device: importing torch here would take seconds.
     """
-    if device == "cpu" or (device == "auto" and not _NVIDIA.exists()):
+    if runs_on_cpu(device):
         return 1
     return min(_MAX_DEFAULT_WORKERS, max(1, (os.cpu_count() or 1) // _CORES_PER_WORKER))
+
+
+def runs_on_cpu(device: Device) -> bool:
+    """Whether an engine with this option will run on a CPU."""
+    return device == "cpu" or (device == "auto" and not _NVIDIA.exists())
 
 
 class ExitDeadline:
@@ -125,7 +149,8 @@ async def _serve_until_signal(parts: ServerParts) -> int:
 
     def force_exit() -> None:
         _log.error("forced exit: a second signal arrived, or the shutdown took too long")
-        parts.client.kill()
+        for client in parts.clients:
+            client.kill()
         os._exit(1)
 
     deadline = ExitDeadline(lambda: parts.config.value.shutdown_timeout + _EXIT_GRACE_S, force_exit)
@@ -168,8 +193,7 @@ def _has_terminal() -> bool:
 
 async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
     """Start the engine and serve until `stop` is set or the engine has failed for good."""
-    client = parts.client
-    engine = asyncio.create_task(client.start())
+    engine = asyncio.create_task(_start(parts.clients))
     # The engine processes start now and import their modules while this process does the same.
     await asyncio.sleep(0)  # runs `start`, which makes a task per replica
     await asyncio.sleep(0)  # runs these tasks
@@ -177,18 +201,37 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
         card = parts.open_card()
         await asyncio.sleep(0)  # sends the build to the engine processes
         from windlass.serve.server import Server
+        from windlass.serve.services import FallbackEngine
 
         server = Server(
-            client,
+            parts.client,
             card,
             config=parts.config,
             started=parts.started,
             listener=parts.listener,
             reloads=parts.reloads,
+            fallback_engines=[
+                FallbackEngine(
+                    step=each.step,
+                    client=each.client,
+                    card=None if each.open_card is None else each.open_card(),
+                )
+                for each in parts.fallbacks
+            ],
         )
     except BaseException:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
-        await client.close()
+        for client in parts.clients:
+            await client.close()
         raise
     return await server.run(engine, parts.on_ready, stop)
+
+
+async def _start(clients: Sequence[EngineHandle]) -> EngineReport:
+    """Start the engines one after the other: each measures the memory that is left."""
+    own, *others = clients
+    report = await own.start()
+    for client in others:
+        await client.start()
+    return report

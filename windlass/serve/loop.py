@@ -24,6 +24,7 @@ import zmq
 
 from windlass.child_process import die_with_parent, ignore_signals
 from windlass.core.card import EngineReport
+from windlass.core.types import PinnedPrefix
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError, WorkerDied
 from windlass.serve import messages
@@ -141,6 +142,8 @@ class _EngineLoop:
             if self._engine.has_work:
                 self._step()
             self._report_loads()
+            for request_id, blocks in self._engine.handed_over():
+                self._outgoing.append(messages.HandedOver(request_id, blocks))
             self._send(force=not (self._engine.has_work or self._loading))
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 _log.error("%d steps in a row failed; the engine process exits", self._failed_steps)
@@ -161,7 +164,8 @@ class _EngineLoop:
 
     def _receive(self) -> None:
         """Handle all frames that have arrived; wait for one only when there is nothing to compute."""
-        idle_ms = _LOADING_POLL_MS if self._loading else _IDLE_POLL_MS
+        is_moving = self._loading or self._engine.is_handing_over
+        idle_ms = _LOADING_POLL_MS if is_moving else _IDLE_POLL_MS
         if not self._socket.poll(0 if self._engine.has_work else idle_ms):
             return
         while self._socket.poll(0):
@@ -183,6 +187,8 @@ class _EngineLoop:
                 self._outgoing.append(messages.TraceReply(number, self._engine.trace(request_id)))
             case messages.GetMemory(number):
                 self._outgoing.append(messages.MemoryReply(number, self._engine.memory()))
+            case messages.PinPrefix() | messages.UnpinPrefix():
+                self._pin_or_unpin(message)
             case messages.Sleep() | messages.Wake():
                 self._sleep_or_wake(message)
             case messages.LoadAdapter() | messages.UnloadAdapter():
@@ -204,9 +210,23 @@ class _EngineLoop:
         request = add.request
         try:
             with self._journal.adding(add):
-                self._engine.add(request)
+                self._engine.add(request, add.handed)
         except Exception as error:  # an error of one request must not end the others
             self._refuse(request.request_id, error)
+
+    def _pin_or_unpin(self, call: messages.PinPrefix | messages.UnpinPrefix) -> None:
+        try:
+            if isinstance(call, messages.PinPrefix):
+                prefix = self._engine.pin_prefix(call.name, call.request, call.on_device)
+            else:
+                prefix = PinnedPrefix(num_blocks=self._engine.unpin_prefix(call.name))
+            reply = messages.PinReply(call.number, prefix)
+        except EngineError as error:
+            param = error.param if isinstance(error, RequestError) else None
+            reply = messages.PinReply(
+                call.number, kind=type(error).__name__, message=str(error), param=param
+            )
+        self._outgoing.append(reply)
 
     def _sleep_or_wake(self, call: messages.Sleep | messages.Wake) -> None:
         kind = text = ""

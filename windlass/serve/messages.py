@@ -11,17 +11,22 @@ from collections.abc import Sequence
 import msgspec
 
 from windlass.core.card import EngineReport
+from windlass.core.handover import HandedBlocks
 from windlass.core.limits import EngineCaps
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
-from windlass.core.types import EngineStats, NewRequest, Output
+from windlass.core.types import EngineStats, NewRequest, Output, PinnedPrefix
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):
-    """Adds a request. `fingerprint` identifies its content; b"": the request is not tracked."""
+    """Adds a request. `fingerprint` identifies its content; b"": the request is not tracked.
+
+    `handed`: the blocks that another engine has computed for it.
+    """
 
     request: NewRequest
     fingerprint: bytes = b""
+    handed: HandedBlocks | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -49,6 +54,20 @@ class Sleep(msgspec.Struct, tag="sleep", frozen=True):
 
 class Wake(msgspec.Struct, tag="wake", frozen=True):
     number: int
+
+
+class PinPrefix(msgspec.Struct, tag="pin", frozen=True):
+    """Keeps the cached blocks of a prompt from eviction, or with `on_device` False in tiers only."""
+
+    number: int
+    name: str
+    request: NewRequest
+    on_device: bool = True
+
+
+class UnpinPrefix(msgspec.Struct, tag="unpin", frozen=True):
+    number: int
+    name: str
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
@@ -85,6 +104,13 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
     outputs: list[Output]
+
+
+class HandedOver(msgspec.Struct, tag="handed_over", frozen=True):
+    """The blocks of a request that ended with "handover" can be read now."""
+
+    request_id: str
+    blocks: HandedBlocks
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -135,6 +161,16 @@ class MemoryReply(msgspec.Struct, tag="memory", frozen=True):
     message: str = ""
 
 
+class PinReply(msgspec.Struct, tag="pinned", frozen=True):
+    """The blocks that were pinned or released. `kind` is an error's class; "": no error."""
+
+    number: int
+    prefix: PinnedPrefix = PinnedPrefix()
+    kind: str = ""
+    message: str = ""
+    param: str | None = None
+
+
 class AdapterReply(msgspec.Struct, tag="adapter", frozen=True):
     """The result of a load or an unload. `kind` is an error's class; "": no error."""
 
@@ -145,10 +181,21 @@ class AdapterReply(msgspec.Struct, tag="adapter", frozen=True):
 
 
 # A call carries a number, which its reply repeats.
-Call = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake
-Reply = CacheReset | TraceReply | MemoryReply
+Call = ResetPrefixCache | GetTrace | GetMemory | Sleep | Wake | PinPrefix | UnpinPrefix
+Reply = CacheReset | TraceReply | MemoryReply | PinReply
 ToEngine = Add | Abort | Call | LoadAdapter | UnloadAdapter | Configure | Stop
-FromEngine = Ready | Failed | Outputs | Refused | StepFailed | Stats | Traces | Reply | AdapterReply
+FromEngine = (
+    Ready
+    | Failed
+    | Outputs
+    | HandedOver
+    | Refused
+    | StepFailed
+    | Stats
+    | Traces
+    | Reply
+    | AdapterReply
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

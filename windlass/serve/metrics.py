@@ -6,7 +6,7 @@ engine_metrics.py has those of an engine; client-side latencies are measured her
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from prometheus_client import (
@@ -70,6 +70,7 @@ class Metrics:
         self.workers: WorkerMetrics | None = None  # None: this process has all metrics
         self._naming = Naming(prefix, num_replicas)
         self._replicas: Sequence[EngineState] = ()
+        self._models: list[tuple[Metrics, Callable[[], Sequence[bool]]]] = []  # of --fallback
         self._model_name = model_name
         families = EngineFamilies(self.registry, model_name, num_replicas)
         self._engines = [EngineMetrics(families, replica) for replica in range(num_replicas)]
@@ -98,6 +99,11 @@ class Metrics:
         self._rejections = self._labelled(
             "admission_rejections", "Requests refused because the queue was full.", "reason"
         )
+        self._fallbacks = self._labelled(
+            "request_fallbacks",
+            "Requests answered by a --fallback, by reason and by the model that answered.",
+            *("reason", "fallback_model"),
+        )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
         self._cached = self._counter(
             "prompt_tokens_cached",
@@ -105,8 +111,17 @@ class Metrics:
         )
         self._by_source = self._labelled(
             "prompt_tokens_by_source",
-            "Prompt tokens of started requests: computed, or found in the prefix cache.",
+            "Prompt tokens of started requests: computed, found on the device, or loaded from a KV tier.",
             "source",
+        )
+
+        self._handovers = self._labelled(
+            "handovers",
+            "Requests with --prefill-replicas: handed over, or why one engine computed them or a part again.",
+            "result",
+        )
+        self._handover_blocks = self._counter(
+            "handover_blocks", "KV blocks that prefill engines handed over."
         )
 
     def _connection_metrics(self) -> None:
@@ -185,6 +200,13 @@ class Metrics:
 
     def render(self, engines_up: Sequence[bool], sleep_level: int = 0) -> bytes:
         """The exposition; `engines_up`: whether each replica is healthy."""
+        self._refresh(engines_up, sleep_level)
+        for model, models_up in self._models:
+            model._refresh(models_up(), sleep_level)
+        return generate_latest(self._naming.apply(self._all()))
+
+    def _refresh(self, engines_up: Sequence[bool], sleep_level: int) -> None:
+        """Set the gauges that are read, not counted."""
         for engine, is_up in zip(self._engines, engines_up, strict=True):
             engine.up.set(is_up)
             if not is_up:
@@ -193,14 +215,20 @@ class Metrics:
             engine.observe_process(replica)
         for level, state in enumerate(_SLEEP_STATES):
             self._sleep.labels(self._model_name, state).set(level == sleep_level)
-        return generate_latest(self._naming.apply(self._all()))
 
     def _all(self) -> CollectorRegistry:
-        """The metrics of all processes."""
-        if self.workers is None:
+        """The metrics of all processes and models."""
+        if self.workers is None and not self._models:
             return self.registry
-        samples = map(self._tenants.relabelled, self.workers.samples())
+        workers = () if self.workers is None else self.workers.samples()
+        samples = [self._tenants.relabelled(each) for each in workers]
+        for model, _ in self._models:
+            samples += model._samples()
         return MergedRegistry(self.registry, samples)
+
+    def add_model(self, model: Metrics, engines_up: Callable[[], Sequence[bool]]) -> None:
+        """Show the metrics of another model beside those of this one."""
+        self._models.append((model, engines_up))
 
     async def refresh_workers(self) -> None:
         """Get the current metrics of the HTTP workers, if there are any."""
@@ -209,11 +237,14 @@ class Metrics:
 
     def samples(self) -> list[MetricSample]:
         """All samples that are not zero, to be added to those of another process."""
+        return [sample for sample in self._samples() if sample.value]
+
+    def _samples(self) -> list[MetricSample]:
         return [
             MetricSample(sample.name, sample.labels, sample.value)
             for metric in self.registry.collect()
             for sample in metric.samples
-            if sample.value and not sample.name.endswith("_created")
+            if not sample.name.endswith("_created")
         ]
 
     def latencies(self) -> dict[str, dict[str, list[float | None]]]:
@@ -254,8 +285,17 @@ class Metrics:
         self._in_flight.dec()
         self._outcomes.labels(self._model_name, outcome).inc()
 
+    def handover(self, result: str, num_blocks: int) -> None:
+        """Count a request of a server with prefill engines; serve/handover.py has the results."""
+        self._handovers.labels(self._model_name, result).inc()
+        self._handover_blocks.inc(num_blocks)
+
     def rejected(self, reason: str) -> None:
         self._rejections.labels(self._model_name, reason).inc()
+
+    def fell_back(self, reason: str, model: str) -> None:
+        """Count an answer of a --fallback."""
+        self._fallbacks.labels(self._model_name, reason, model).inc()
 
     def params(self, n: int, max_tokens: int | None) -> None:
         self._param_n.observe(n)
@@ -270,7 +310,9 @@ class Metrics:
         num_computed = timeline.num_prompt - timeline.num_cached
         self._num_computed.observe(num_computed)
         self._by_source.labels(self._model_name, "local_compute").inc(num_computed)
-        self._by_source.labels(self._model_name, "local_cache_hit").inc(timeline.num_cached)
+        num_local = timeline.num_cached - timeline.num_loaded
+        self._by_source.labels(self._model_name, "local_cache_hit").inc(num_local)
+        self._by_source.labels(self._model_name, "external_kv_transfer").inc(timeline.num_loaded)
         self._num_prompt.observe(timeline.num_prompt)
         if timeline.admitted is not None and timeline.first_token is not None:
             self._queue.observe(timeline.admitted - timeline.arrived)

@@ -26,6 +26,9 @@ from windlass.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     LoadAdapterRequest,
+    LoadPrefixRequest,
+    SaveChatPrefixRequest,
+    SavePrefixRequest,
     SleepRequest,
     TokenizeChatRequest,
     TokenizeRequest,
@@ -230,6 +233,12 @@ _OPERATIONS = {
     "POST /wake_up": _WAKE,
     "POST /admin/reset_prefix_cache": _RESET,
     "POST /reset_prefix_cache": _RESET,
+    "POST /admin/kv/save": Operation(
+        _ADMIN, "Keep the KV blocks of a prefix", (SavePrefixRequest, SaveChatPrefixRequest)
+    ),
+    "POST /admin/kv/load": Operation(_ADMIN, "Load a saved prefix again", (LoadPrefixRequest,)),
+    "GET /admin/kv": Operation(_ADMIN, "List the saved prefixes"),
+    "DELETE /admin/kv/{name}": Operation(_ADMIN, "Delete a saved prefix"),
     "GET /admin/config": Operation(_ADMIN, "All settings, and which can change now"),
     "PATCH /admin/config": Operation(_ADMIN, "Change settings", (ConfigPatch,)),
     "GET /admin/config/history": Operation(_ADMIN, "The last changes of settings"),

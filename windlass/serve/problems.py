@@ -48,6 +48,10 @@ class ObjectNotFound(RequestError):
     """No file or batch of this id exists, or another key made it."""
 
 
+class PrefixConflict(RequestError):
+    """The name of a prefix belongs to another one."""
+
+
 class ForeignOrigin(RequestError):
     """A web page of another origin sent the request."""
 
@@ -174,6 +178,7 @@ _TABLE: tuple[tuple[type[EngineError], int, str, str | None], ...] = (
     (ObjectNotFound, 404, "invalid_request_error", "not_found"),
     (AdapterNotFound, 404, "invalid_request_error", "model_not_found"),
     (AdapterConflict, 409, "invalid_request_error", "adapter_conflict"),
+    (PrefixConflict, 409, "invalid_request_error", "prefix_conflict"),
     (Busy, 409, "invalid_request_error", "busy"),
     (ConfigConflict, 412, "invalid_request_error", "config_changed"),
     (InvalidKey, 401, "authentication_error", "invalid_api_key"),

@@ -28,6 +28,7 @@ from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
+from windlass.serve.fallback import FallbackMode
 from windlass.serve.fields import check_extra, unknown_field, validation_error
 from windlass.serve.json_body import decode_object
 from windlass.serve.tools import Tool, ToolUse, check_calls, tool_use, with_decoded_calls
@@ -292,9 +293,10 @@ class ConversationRequest(BaseModel):
 
 
 class DeadlineField(BaseModel):
-    """The deadline of a request, which the bodies of all APIs may have."""
+    """The deadline of a request and whether it may degrade, which the bodies of all APIs may have."""
 
     deadline_ms: DeadlineMs | None = None
+    fallback: FallbackMode | None = None
 
 
 class GenerationRequest(Body, DeadlineField):
@@ -581,3 +583,37 @@ class SleepRequest(AdminRequest):
 
 class WakeRequest(AdminRequest):
     """POST /admin/wake"""
+
+
+PrefixName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+
+
+class PrefixFields(Body):
+    """Fields that a named prefix has beside its text."""
+
+    refuses_unknown = True
+
+    name: PrefixName
+    tenant: str | None = None  # whose requests find it; default: the key's own
+    cache_salt: str | None = None
+    deterministic: bool | None = None
+    pin: bool = True  # False: only KV tiers keep it
+
+
+class SavePrefixRequest(PrefixFields):
+    """POST /admin/kv/save of a text or of token ids"""
+
+    prompt: str | TokenIds
+    add_special_tokens: bool = True
+
+
+class SaveChatPrefixRequest(PrefixFields, ConversationRequest):
+    """POST /admin/kv/save of the beginning of a conversation"""
+
+    add_generation_prompt: bool | None = False
+
+
+class LoadPrefixRequest(AdminRequest):
+    """POST /admin/kv/load"""
+
+    name: PrefixName

@@ -13,12 +13,12 @@ from typing import Protocol, TypeVar
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
-from windlass.core.types import EngineStats, NewRequest, Output
+from windlass.core.types import EngineStats, NewRequest, Output, PinnedPrefix
 from windlass.errors import EngineError
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterCalls, Change
 from windlass.serve.health import Backlog, Health
-from windlass.serve.process import build_error
+from windlass.serve.process import build_error, refusal_error
 from windlass.serve.rpc import PendingCalls
 from windlass.serve.supervisor import EngineLaunch, EngineSupervisor
 
@@ -34,6 +34,8 @@ class ReplicaOwner(Protocol):
     def on_ready(self, replica: Replica, report: EngineReport) -> None: ...
 
     def on_outputs(self, replica: Replica, outputs: list[Output]) -> None: ...
+
+    def on_handed_over(self, replica: Replica, handed: messages.HandedOver) -> None: ...
 
     def on_refused(self, replica: Replica, refused: messages.Refused) -> None: ...
 
@@ -89,6 +91,8 @@ class Replica:
         match message:
             case messages.Outputs(outputs):
                 self._owner.on_outputs(self, outputs)
+            case messages.HandedOver():
+                self._owner.on_handed_over(self, message)
             case messages.Refused():
                 self.untraced.discard(message.request_id)
                 self._owner.on_refused(self, message)
@@ -105,7 +109,12 @@ class Replica:
             case messages.Traces(traces):
                 self.untraced.difference_update(trace.request_id for trace in traces)
                 self._owner.on_traces_of(self, traces)
-            case messages.CacheReset() | messages.TraceReply() | messages.MemoryReply():
+            case (
+                messages.CacheReset()
+                | messages.TraceReply()
+                | messages.MemoryReply()
+                | messages.PinReply()
+            ):
                 self._calls.on_reply(message)
 
     def on_end(self, how: str, running: frozenset[bytes]) -> None:
@@ -153,6 +162,22 @@ class Replica:
 
     async def memory(self) -> Memory:
         return (await self._call(messages.GetMemory, messages.MemoryReply)).memory
+
+    async def pin_prefix(self, name: str, request: NewRequest, on_device: bool) -> PinnedPrefix:
+        """Keep the cached blocks of a prompt from eviction; one that is not cached is not pinned."""
+        return await self._pin(
+            partial(messages.PinPrefix, name=name, request=request, on_device=on_device)
+        )
+
+    async def unpin_prefix(self, name: str) -> int:
+        """Let the blocks of a prefix be evicted again; returns their number."""
+        return (await self._pin(partial(messages.UnpinPrefix, name=name))).num_blocks
+
+    async def _pin(self, make_call: Callable[[int], messages.Call]) -> PinnedPrefix:
+        reply = await self._call(make_call, messages.PinReply)
+        if reply.kind:
+            raise refusal_error(reply.kind, reply.message, reply.param)
+        return reply.prefix
 
     async def sleep(self) -> None:
         await self._sleep_or_wake(messages.Sleep)

@@ -204,6 +204,8 @@ class CompletionResponse:
             request_ids=tuple(self._by_id),
             path=self._ticket.path,
             adapter=self._prepared.requests[0].adapter,
+            fallback=self._ticket.summary.fallback,
+            fallback_model=self._ticket.summary.fallback_model,
         )
         self._ticket.entry = self._entry
         self._traces.open(self._entry)

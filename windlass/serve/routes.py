@@ -26,6 +26,7 @@ from windlass.serve.llama_api import LlamaTokenizeRequest
 from windlass.serve.llama_routes import LlamaRoutes
 from windlass.serve.ollama_routes import OllamaRoutes
 from windlass.serve.pooling import Pooling
+from windlass.serve.prefix_routes import PrefixRoutes
 from windlass.serve.protocol import (
     DetokenizeRequest,
     LoadAdapterRequest,
@@ -360,5 +361,6 @@ def make_router(services: Services) -> APIRouter:
     for methods, endpoints in by_methods.items():
         for path, endpoint in endpoints.items():
             router.add_api_route(path, endpoint, methods=methods.split(","), response_model=None)
+    PrefixRoutes(services).add_routes(router)
     ApiDocs(services, router).add_routes()
     return router

@@ -58,8 +58,13 @@ class PrefixIndex:
 @dataclass(slots=True)
 class _Replica:
     index: PrefixIndex
-    num_outstanding: float = 0.0
+    num_own: float = 0.0  # outstanding tokens of requests that this router has sent
+    num_others: float = 0.0  # of other routers, as the replica has reported
     chosen_at: int = 0  # number of the choice
+
+    @property
+    def num_outstanding(self) -> float:
+        return self.num_own + self.num_others
 
 
 @dataclass(slots=True)
@@ -80,6 +85,14 @@ class Candidate:
     num_cached: int  # tokens of the request's prompt
     chosen_at: int
     num_evicted: int = 0  # cached tokens of other prompts that this one would evict
+
+
+def ranked(
+    candidates: Sequence[Candidate], max_imbalance: float = MAX_IMBALANCE
+) -> list[Candidate]:
+    """All candidates, best first: those that `choose` would return if the ones before were absent."""
+    limit = min(each.num_outstanding for each in candidates) + max_imbalance
+    return sorted(candidates, key=lambda each: (each.num_outstanding > limit, *_rank(each)))
 
 
 def choose(candidates: Sequence[Candidate], max_imbalance: float = MAX_IMBALANCE) -> Candidate:
@@ -107,17 +120,41 @@ class PrefixRouter:
 
     def __init__(self, block_size: int, max_blocks: Sequence[int]) -> None:
         self._block_size = block_size
-        self._replicas = [_Replica(PrefixIndex(count)) for count in max_blocks]
+        self._replicas = {
+            number: _Replica(PrefixIndex(count)) for number, count in enumerate(max_blocks)
+        }
         self._placed: dict[str, _Placed] = {}
         self._num_choices = 0
         self._mean_output = float(_FIRST_OUTPUT)
         self._last_hashed: tuple[str, list[int], list[bytes]] = "", [], []
 
+    def add(self, replica: int, max_blocks: int) -> None:
+        """Add a replica that has just started."""
+        self._replicas[replica] = _Replica(PrefixIndex(max_blocks))
+
+    def remove(self, replica: int) -> None:
+        """Forget a replica that is gone."""
+        del self._replicas[replica]
+
     def route(self, request: NewRequest, replicas: Iterable[int]) -> int:
         """Choose one of `replicas` for a request and count it there until `ended`."""
         hashes = self._hashes(request)
+        chosen = choose([self._candidate(request, hashes, replica) for replica in replicas])
+        self._place(request, hashes, chosen)
+        return chosen.replica
+
+    def rank(self, request: NewRequest, replicas: Iterable[int]) -> list[int]:
+        """All `replicas`, best first, for a caller that may find some of them full, and then calls `place`."""
+        hashes = self._hashes(request)
         candidates = [self._candidate(request, hashes, replica) for replica in replicas]
-        chosen = choose(candidates)
+        return [each.replica for each in ranked(candidates)]
+
+    def place(self, request: NewRequest, replica: int) -> None:
+        """Count a request at `replica` until `ended`."""
+        hashes = self._hashes(request)
+        self._place(request, hashes, self._candidate(request, hashes, replica))
+
+    def _place(self, request: NewRequest, hashes: Sequence[bytes], chosen: Candidate) -> None:
         self._num_choices += 1
         replica = self._replicas[chosen.replica]
         replica.chosen_at = self._num_choices
@@ -130,8 +167,13 @@ class PrefixRouter:
             num_decode=DECODE_WEIGHT * min(num_output, max_tokens or num_output),
         )
         self._placed[request.request_id] = placed
-        replica.num_outstanding += placed.num_uncached + placed.num_decode
-        return chosen.replica
+        replica.num_own += placed.num_uncached + placed.num_decode
+
+    def num_cached(self, request: NewRequest, replicas: Iterable[int]) -> int:
+        """The most prompt tokens of a request that one of these replicas has cached."""
+        hashes = self._hashes(request)
+        found = (self._replicas[each].index.num_found(hashes) for each in replicas)
+        return max(found, default=0) * self._block_size
 
     def _hashes(self, request: NewRequest) -> list[bytes]:
         """The hashes of the prompt's full blocks. Salt and adapter separate prefixes, as in the engine."""
@@ -167,8 +209,8 @@ class PrefixRouter:
     def prompt_computed(self, request_id: str) -> None:
         """The first token of a request has arrived."""
         placed = self._placed.get(request_id)
-        if placed is not None:
-            self._replicas[placed.replica].num_outstanding -= placed.num_uncached
+        if placed is not None and placed.replica in self._replicas:
+            self._replicas[placed.replica].num_own -= placed.num_uncached
             placed.num_uncached = 0
 
     def ended(self, request_id: str, num_output: int | None = None) -> None:
@@ -176,8 +218,9 @@ class PrefixRouter:
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
-        replica = self._replicas[placed.replica]
-        replica.num_outstanding -= placed.num_uncached + placed.num_decode
+        replica = self._replicas.get(placed.replica)
+        if replica is not None:  # else it was removed
+            replica.num_own -= placed.num_uncached + placed.num_decode
         if num_output is not None:
             self._mean_output += _SMOOTHING * (num_output - self._mean_output)
 
@@ -187,6 +230,11 @@ class PrefixRouter:
         index.clear()
         if max_blocks is not None:
             index.max_blocks = max_blocks
+
+    def observe(self, replica: int, num_outstanding: float) -> None:
+        """A replica reports its outstanding tokens, of which other routers may have sent some."""
+        found = self._replicas[replica]
+        found.num_others = max(0.0, num_outstanding - found.num_own)
 
     def outstanding(self, replica: int) -> float:
         """The outstanding tokens of a replica: uncomputed prompt tokens, and weighted decode tokens."""

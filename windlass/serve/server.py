@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_router
-from windlass.serve.services import make_services
+from windlass.serve.services import FallbackEngine, make_services
 from windlass.serve.throughput_log import ThroughputLog
 from windlass.serve.tls import Tls, make_tls
 
@@ -41,10 +41,20 @@ class Server:
         started: StartConfig,
         listener: socket.socket,
         reloads: Reloads,
+        fallback_engines: Sequence[FallbackEngine] = (),
     ) -> None:
         self._client = client
+        others = (each.client for each in fallback_engines)
+        self._clients = [client, *(each for each in others if each is not None)]
         self._listener = listener
-        self._services = make_services(client, card, config, reloads=reloads, started=started)
+        self._services = make_services(
+            client,
+            card,
+            config,
+            reloads=reloads,
+            started=started,
+            fallback_engines=fallback_engines,
+        )
         self._tls: Tls | None = None  # None: plain HTTP, or the workers have it
         self._workers: HttpWorkers | None = None  # None: this process does their work
         try:
@@ -84,7 +94,7 @@ class Server:
                 return 0
             return await self._serve(report, on_ready, stop)
         finally:
-            await self._client.close()
+            await asyncio.gather(*(client.close() for client in self._clients))
             if self._workers is not None:
                 await self._workers.close()
             self._services.close()
@@ -111,6 +121,8 @@ class Server:
         helpers = [asyncio.create_task(work) for work in self._endless()]
         batches = asyncio.create_task(self._run_batches())
         choices = [*report.choices, *self._services.choices, self._max_connections]
+        if self._services.fallbacks is not None:
+            choices += self._services.fallbacks.choices()
         ends: set[asyncio.Task[Any]] = {serving, stopped, failed, batches, *helpers}
         if self._workers is not None:
             choices += await self._start_workers(self._workers, ends)
@@ -177,7 +189,10 @@ class Server:
         if await desk.idle(timeout_s):
             return
         _log.warning("%d requests did not finish in %g s", desk.num_in_flight, timeout_s)
-        self._client.abort_all(
-            WorkerDied(f"the server shut down before this request ended ({timeout_s:g} s given).")
-        )
+        for client in self._clients:
+            client.abort_all(
+                WorkerDied(
+                    f"the server shut down before this request ended ({timeout_s:g} s given)."
+                )
+            )
         await desk.idle(LAST_RESPONSES_S)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from windlass.config import ServeConfig
@@ -19,11 +20,13 @@ from windlass.serve.charges import Charges
 from windlass.serve.config_admin import ConfigAdmin, ConfigMetrics
 from windlass.serve.cost import CostTracker, LiveCosts, Price
 from windlass.serve.desk import Desk, RequestReporter
+from windlass.serve.fallback import FallbackStep
 from windlass.serve.handle import EngineHandle, GenerationClient
 from windlass.serve.health import Health
 from windlass.serve.keys import Keys
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.metrics import Metrics
+from windlass.serve.prefixes import NamedPrefixes, PrefixFile
 from windlass.serve.prepare import Preparer
 from windlass.serve.probe import GenerateProbe
 from windlass.serve.record import Recorder, make_recorder
@@ -40,6 +43,46 @@ from windlass.text.template_process import TemplateProcess
 from windlass.text.template_worker import TemplateSource
 
 _log = logging.getLogger("windlass.serve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackTier:
+    """A step of the chain of --fallback that can answer requests."""
+
+    step: FallbackStep
+    admission: AdmissionControl
+    services: GenerationServices | None = None  # None: of the server's own model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackEngine:
+    """A step of --fallback at start; a step without a model has neither engine nor card."""
+
+    step: FallbackStep
+    client: EngineHandle | None = None
+    card: ModelCard | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallbacks:
+    """The chain of --fallback."""
+
+    admission: AdmissionControl  # of the server's own model
+    tiers: tuple[FallbackTier, ...]
+    engines: Mapping[str, EngineHandle]  # of the models of the chain, by name
+
+    def choices(self) -> list[Choice]:
+        """Lines of the start-up table; the engines are ready."""
+        found = {name: each.report.capacity for name, each in self.engines.items()}
+        return [
+            Choice("fallback", name, f"{each.num_blocks} KV blocks: {each.reason}")
+            for name, each in found.items()
+        ]
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            if tier.services is not None:
+                tier.services.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +105,7 @@ class GenerationServices:
     num_replicas: int = 1
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
+    fallbacks: Fallbacks | None = None  # None: no --fallback
     choices: tuple[Choice, ...] = ()  # for the start-up table
 
     @property
@@ -96,6 +140,7 @@ class Services(GenerationServices):
     probes: list[GenerateProbe]  # one per replica
     live_costs: LiveCosts
     config_admin: ConfigAdmin
+    prefixes: NamedPrefixes
     reports: RequestReports
     batches: BatchService | None = None  # None: no --data-dir
     usage: UsageStore | None = None  # None: no --usage-db, and no keys or no --data-dir
@@ -113,10 +158,18 @@ class Services(GenerationServices):
         state = self.sleeper.state
         if state != "awake":
             return Health(False, f"the server is {state}; POST /admin/wake wakes it", "sleeping")
-        return self.client.health()
+        health = self.client.health()
+        if not health.ok and self.fallbacks is not None:
+            others = [each.health() for each in self.fallbacks.engines.values()]
+            if any(each.ok for each in others):
+                return Health(True, f"{health.reason}; --fallback answers", "degraded")
+        return health
 
     def close(self) -> None:
         GenerationServices.close(self)
+        self.prefixes.close()
+        if self.fallbacks is not None:
+            self.fallbacks.close()
         self.reports.close()
         if self.batches is not None:
             self.batches.close()
@@ -131,6 +184,7 @@ def make_services(
     *,
     reloads: Reloads,
     started: StartConfig,
+    fallback_engines: Sequence[FallbackEngine] = (),
 ) -> Services:
     """Create the services; a broken template or bad defaults raise before a model is loaded."""
     config = live.value
@@ -141,6 +195,8 @@ def make_services(
         max_tenants=config.max_metric_tenants,
     )
     metrics.watch_engines(client.replicas)
+    if client.handovers is not None:
+        client.handovers.on_result = metrics.handover
     admission = AdmissionControl(live, client, metrics.rejected)
     costs = LiveCosts(card.name, metrics.registry, len(client.replicas))
     live.watch(lambda config: costs.set_price(config.price_per_hour))
@@ -174,6 +230,8 @@ def make_services(
         reloads=reloads,
         reporter=reports,
     )
+    fallbacks = _make_fallbacks(fallback_engines, common, admission=admission, reporter=reports)
+    common = replace(common, fallbacks=fallbacks)
     if common.template is None:
         _log.warning("%s has no chat template: only /v1/completions is available", card.name)
     for warning in () if common.template is None else common.template.warnings:
@@ -182,20 +240,111 @@ def make_services(
         return Services(
             **{each.name: getattr(common, each.name) for each in fields(common)},
             adapter_manager=AdapterManager(client, config.lora_root, (card.name, *card.aliases)),
-            sleeper=Sleeper(client, common.desk),
+            sleeper=Sleeper(
+                (client, *(() if fallbacks is None else fallbacks.engines.values())), common.desk
+            ),
             probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
             live_costs=costs,
             config_admin=_config_admin(live, started, client, metrics=metrics, card=card),
+            prefixes=NamedPrefixes(client, card.name, PrefixFile(_data_folder(config))),
             batches=make_batch_service(live, common.preparer),
             reports=reports,
             usage=usage,
         )
     except BaseException:
         common.close()  # ends the template process
+        if fallbacks is not None:
+            fallbacks.close()
         reports.close()
         if usage is not None:
             usage.close()
         raise
+
+
+def _data_folder(config: ServeConfig) -> Path | None:
+    return None if config.data_dir is None else Path(config.data_dir).expanduser()
+
+
+def _make_fallbacks(
+    engines: Sequence[FallbackEngine],
+    own: GenerationServices,
+    *,
+    admission: AdmissionControl,
+    reporter: RequestReporter,
+) -> Fallbacks | None:
+    """Create the chain of --fallback; None: it is empty."""
+    if not engines:
+        return None
+    tiers: list[FallbackTier] = []
+    clients: dict[str, EngineHandle] = {}
+    names = {own.card.name, *own.card.aliases}
+    for engine in engines:
+        if engine.client is None or engine.card is None:
+            tiers.append(FallbackTier(step=engine.step, admission=admission))
+            continue
+        card = engine.card
+        if names & {card.name, *card.aliases}:
+            raise ConfigError(
+                f"--fallback {engine.step.text!r} has the name {card.name!r} of another model here; a "
+                "client could not see which one answered. Add served_model_name=NAME to its options."
+            )
+        names |= {card.name, *card.aliases}
+        clients[card.name] = engine.client
+        tiers.append(_make_tier(engine.step, engine.client, card, own=own, reporter=reporter))
+    return Fallbacks(admission=admission, tiers=tuple(tiers), engines=clients)
+
+
+def _make_tier(
+    step: FallbackStep,
+    client: EngineHandle,
+    card: ModelCard,
+    *,
+    own: GenerationServices,
+    reporter: RequestReporter,
+) -> FallbackTier:
+    """Create the services of a model of --fallback, with its own template, tokenizer and queue."""
+    assert isinstance(own.traces, TraceStore)
+    traces, live = own.traces, LiveConfig(_fallback_config(own.config))
+    own.live.watch(lambda config: live.set(_fallback_config(config)))
+    metrics = Metrics(card.name, len(client.replicas), max_tenants=own.config.max_metric_tenants)
+    metrics.watch_engines(client.replicas)
+    own.metrics.add_model(metrics, lambda: [each.health().ok for each in client.replicas])
+    admission = AdmissionControl(live, client, metrics.rejected)
+
+    def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
+        metrics.observe_stats(stats, last, replica)
+        admission.observe(stats, last)
+
+    client.on_stats = on_stats
+    client.on_traces = lambda replica, arrived: traces.add(arrived, replica)
+    client.on_traces_lost = traces.lose
+    services = make_generation_services(
+        client,
+        card,
+        live,
+        metrics=metrics,
+        admission=admission,
+        traces=traces,
+        num_replicas=len(client.replicas),
+        keys=own.keys,
+        limits=own.limits,
+        reloads=own.reloads,
+        reporter=reporter,
+    )
+    return FallbackTier(step=step, admission=admission, services=services)
+
+
+def _fallback_config(config: ServeConfig) -> ServeConfig:
+    """The server's config without the options of its own model."""
+    return replace(
+        config,
+        chat_template=None,
+        score_template=None,
+        default_chat_template_kwargs={},
+        tool_call_parser="auto",
+        reasoning_parser="auto",
+        slo_admission=False,
+    )
 
 
 def _config_admin(

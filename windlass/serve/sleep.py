@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from windlass.errors import UnsupportedError, WorkerDied
 from windlass.serve.desk import Desk
@@ -34,8 +35,9 @@ class SleepResult:
 class Sleeper:
     """Owns the sleep state. Changes run one at a time; concurrent callers wait."""
 
-    def __init__(self, client: EngineHandle, desk: Desk) -> None:
-        self._client = client
+    def __init__(self, clients: Sequence[EngineHandle], desk: Desk) -> None:
+        """`clients`: the engines of all models, which sleep and wake together."""
+        self._clients = clients
         self._desk = desk
         self._lock = asyncio.Lock()
         self._wake_s = _DEFAULT_WAKE_S  # for Retry-After: a default, then the last measured time
@@ -71,9 +73,10 @@ class Sleeper:
         if mode == "refuse" and running:
             raise Busy(f"{running} requests are running; the server cannot sleep now.")
         if mode == "abort":
-            self._client.abort_all(
-                WorkerDied("the server was put to sleep; this request was aborted.")
-            )
+            for client in self._clients:
+                client.abort_all(
+                    WorkerDied("the server was put to sleep; this request was aborted.")
+                )
         if not await self._desk.idle(timeout_s):
             raise Busy(
                 f"{self._desk.num_in_flight} requests have not ended in {timeout_s:g} s; the "
@@ -84,14 +87,28 @@ class Sleeper:
         """Sleep at `level`; returns the level reached, and why it differs."""
         if level == 1:
             try:
-                await self._client.sleep()
+                await self._each(_sleep, undo=_wake)
                 return 1, ""
             except UnsupportedError as error:
                 reason = f"the engine process was stopped: {error}"
         else:
             reason = ""
-        await self._client.stop_process()
+        await self._each(_stop, undo=_start)
         return 2, reason
+
+    async def _each(
+        self,
+        call: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+        undo: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Call the engines one after the other; if one raises, undo those before it."""
+        for index, client in enumerate(self._clients):
+            try:
+                await call(client)
+            except BaseException:
+                for done in self._clients[:index]:
+                    await undo(done)
+                raise
 
     async def wake(self) -> SleepResult:
         """Restore the memory and accept requests; does nothing if the server is awake."""
@@ -102,11 +119,27 @@ class Sleeper:
             self.state = "waking"
             try:
                 if self.level == 1:
-                    await self._client.wake()
+                    await self._each(_wake, undo=_sleep)
                 else:
-                    await self._client.start_process()
+                    await self._each(_start, undo=_stop)
                 self.level = 0
             finally:
                 self.state = "sleeping" if self.level else "awake"
             self._wake_s = time.monotonic() - began
             return SleepResult(0, self._wake_s)
+
+
+async def _stop(client: EngineHandle) -> None:
+    await client.stop_process()
+
+
+async def _start(client: EngineHandle) -> None:
+    await client.start_process()
+
+
+async def _sleep(client: EngineHandle) -> None:
+    await client.sleep()
+
+
+async def _wake(client: EngineHandle) -> None:
+    await client.wake()

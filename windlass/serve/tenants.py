@@ -8,6 +8,7 @@ from hashlib import blake2b, sha256
 from typing import Literal
 
 from windlass.serve.cost import NO_KEY
+from windlass.serve.fallback import FallbackMode
 from windlass.serve.problems import NotAllowed
 
 
@@ -32,6 +33,7 @@ class Tenant:
     models: tuple[str, ...] | None = None
     adapters: tuple[str, ...] | None = None
     budget: Budget | None = None
+    fallback: FallbackMode | None = None  # of its requests; none: they may not ask for another
     admin: bool = False
     disabled: bool = False
 

@@ -10,6 +10,7 @@ from windlass.errors import RequestError
 from windlass.serve.bodies import reply
 from windlass.serve.cost import CostTracker, cost_json
 from windlass.serve.explain import Json, explain_trace, phases_of, trace_json
+from windlass.serve.handle import EngineHandle
 from windlass.serve.services import Services
 from windlass.serve.trace_store import Entry
 
@@ -50,9 +51,12 @@ class TraceRoutes:
         }
         if traces:
             slowest = max(traces.values(), key=lambda each: phases_of(each, entry.began).total)
-            body |= explain_trace(slowest, entry.began, self._services.client.report)
+            body |= explain_trace(slowest, entry.began, self._client_of(entry).report)
         else:
             body |= {"dominated_by": None, "sentence": _NO_TRACE, "setting": None}
+        if entry.fallback:
+            model = entry.fallback_model or self._services.card.name
+            body["fallback"] = {"reason": entry.fallback, "model": model}
         completions = [
             {"index": index, **self._completion(traces[name], entry.began)}
             for index, name in enumerate(entry.request_ids)
@@ -65,10 +69,17 @@ class TraceRoutes:
         found = {}
         for name in entry.request_ids if entry.is_open else ():
             if name not in entry.traces:
-                trace = await self._services.client.trace(name)
+                trace = await self._client_of(entry).trace(name)
                 if trace is not None:  # else it has ended meanwhile, and its trace has arrived
                     found[name] = trace
         return {name: trace for name, trace in found.items() if name not in entry.traces}
+
+    def _client_of(self, entry: Entry) -> EngineHandle:
+        """The engine of the model that answers a request."""
+        fallbacks = self._services.fallbacks
+        if fallbacks is None or not entry.fallback_model:
+            return self._services.client
+        return fallbacks.engines[entry.fallback_model]
 
     def _completion(self, trace: RequestTrace, began: float) -> Json:
         costs = self._services.costs

@@ -31,6 +31,8 @@ class Entry:
     request_ids: tuple[str, ...]
     path: str = ""  # of the endpoint
     adapter: str = ""
+    fallback: str = ""  # why the answer is degraded (serve/fallback.py)
+    fallback_model: str = ""  # "": the server's own
     key_id: str = ""
     num_per_prompt: int = 1  # completions that share a prompt, which counts once in the usage
     traces: dict[str, RequestTrace] = field(default_factory=dict)

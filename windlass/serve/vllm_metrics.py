@@ -19,6 +19,7 @@ VLLM_NAMES = frozenset(
         *("kv_cache_usage_perc", "engine_sleep_state", "lora_requests_info", "cache_config_info"),
         *("prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached", "generation_tokens"),
         *("request_success", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
+        *("external_prefix_cache_queries", "external_prefix_cache_hits"),
         *("admission_rejections", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
         *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds"),

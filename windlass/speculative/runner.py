@@ -69,6 +69,8 @@ class SpeculativeRunner:
         """Start a step."""
         if plan.freed or plan.admitted:
             self._apply_changes(plan)
+        if not plan.rows:  # saves and loads of KV blocks
+            return self._runner.submit(plan)
         pending = _PendingDrafts(self, plan, self._runner.submit(plan))
         self._pending.append(pending)
         return pending

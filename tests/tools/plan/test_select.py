@@ -20,6 +20,7 @@ from windlass.folders import cache_dir
 from windlass.kernels.native import compiled, pool
 from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
+from windlass.runner.cuda.kv_copies import staging_bytes
 from windlass.tools.plan import Plan, select_quantization
 from windlass.tools.plan.formats import FORMATS
 from windlass.tools.plan.speed import Machine, default_factor
@@ -146,6 +147,21 @@ def test_one_byte_less_does_not_fit(tiny: Path) -> None:
     assert less.candidates[0].missing_bytes == 1
     assert "the nearest is int8" in less.shortfall
     assert "1 B too much; it would fit with --concurrency 1" in less.shortfall
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kv_offload_is_counted(tiny: Path, device: str) -> None:
+    """On a CPU the records themselves, on a GPU the staging of their copies."""
+    ask = partial(plan, tiny, load_format="dummy", formats=["as stored"], kv_cache_dtype="auto")
+    without, offloaded = (
+        ask(device=device, memory=16 * GIB, bandwidth=1e12, **options).candidates[0]
+        for options in ({}, {"kv_offload_gb": 1.5})
+    )
+    record_bytes = 16 * without.kv_bytes_per_token
+    expected = int(1.5 * GIB) if device == "cpu" else staging_bytes(record_bytes)
+    assert without.offload_bytes == 0
+    assert offloaded.offload_bytes == expected
+    assert offloaded.total_bytes == without.total_bytes + expected
 
 
 def test_8_bit_kv_fits_more_requests(tiny: Path) -> None:

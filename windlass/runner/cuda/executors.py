@@ -38,6 +38,7 @@ def cuda_executors(
         num_kv_heads=decode_parts(heads.num_q) if latent else heads.num_kv,
         num_positions=max(MAX_POSITIONS, 1 + max_draft_tokens),
         multiprocessors=torch.cuda.get_device_properties(parts.slots.device).multi_processor_count,
+        latent=latent,
     )
     eager = EagerExecutor(parts, metadata)
     if not max_rows:

@@ -386,7 +386,7 @@ class ScalingModel:
         )
         yield Assumption(
             "reserve",
-            f"{gib(_RESERVE_BYTES)} per GPU for captured graphs, buffers of collectives and the process",
+            f"{gib(_RESERVE_BYTES)} per GPU for captured graphs, buffers of collectives and KV offload, and the process",
             "assumed, not measured",
         )
         yield Assumption(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from windlass.config import EngineConfig
+from windlass.config import CacheConfig, EngineConfig
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.ops import choose_ops
@@ -29,6 +29,7 @@ from windlass.runner.device import (
     free_bytes,
     gib,
 )
+from windlass.runner.kv_copies import reserved_bytes
 from windlass.tools.plan.formats import FORMATS, FormatSize, FormatSizes, Target, size_formats
 from windlass.tools.plan.quality import (
     MeasuredQuality,
@@ -60,6 +61,7 @@ class Candidate:
     kv_bytes_per_token: int
     state_bytes_per_sequence: int  # of recurrent states; 0: the model has none
     step_bytes: int  # estimate for the largest step
+    offload_bytes: int  # beside the KV cache, for copies of its blocks in host memory
     total_bytes: int  # at the requested context and concurrency
     missing_bytes: int  # beyond the memory; 0: it fits
     most_requests: dict[int, int]  # max requests that fit, by context
@@ -121,6 +123,7 @@ class _MemoryNeed:
     step_tokens: int
     row_bytes: int  # logits, per running request
     spare_blocks: int  # reserved by the runner
+    offload_bytes: int  # for copies of KV blocks
 
     def kv_bytes(self, context: int, concurrency: int) -> int:
         """Return the bytes of the blocks of all requests, one of which is in a prefill."""
@@ -143,7 +146,7 @@ class _MemoryNeed:
     @property
     def _fixed_bytes(self) -> int:
         spare = self.spare_blocks * self.layout.block_bytes
-        return self.weight_bytes + self.step_bytes + spare
+        return self.weight_bytes + self.step_bytes + self.offload_bytes + spare
 
 
 def select_quantization(
@@ -202,6 +205,7 @@ def select_quantization(
         machine=machine,
         records=measured,
         block_size=block_size_of(config.cache.block_size, hparams),
+        cache=config.cache,
     )
     candidates, refused = evaluator.candidates()
     limit = nearly_best_quality(candidates) if min_quality is None else min_quality
@@ -287,6 +291,7 @@ class _Evaluator:
     machine: Machine
     records: list[MeasuredQuality]
     block_size: int
+    cache: CacheConfig
 
     def candidates(self) -> tuple[list[Candidate], dict[str, str]]:
         """Return every format with every KV type, and the KV types that the device refuses."""
@@ -316,6 +321,7 @@ class _Evaluator:
             kv_bytes_per_token=need.layout.token_bytes,
             state_bytes_per_sequence=need.layout.state_bytes,
             step_bytes=need.step_bytes + query.concurrency * need.row_bytes,
+            offload_bytes=need.offload_bytes,
             total_bytes=total,
             missing_bytes=max(0, total - query.memory),
             most_requests={length: need.max_requests(length, query.memory) for length in contexts},
@@ -354,6 +360,7 @@ class _Evaluator:
             # Logits in the compute dtype, and in float32 for the sampler.
             row_bytes=hparams.vocab_size * (itemsize + 4),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
+            offload_bytes=reserved_bytes(self.cache, kv_format.layout.block_bytes, device),
         )
 
     def _has_native_kernels(self, weights: FormatSize) -> bool:

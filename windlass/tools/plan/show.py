@@ -17,6 +17,7 @@ _WIDTH = 50
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_TOKENS = (128, 512)
 _SPARE_BLOCKS = "blocks reserved by the runner"
+_OFFLOAD = "KV offload"
 
 
 def show(found: Plan, command: str | None) -> None:
@@ -122,18 +123,19 @@ def _memory(found: Plan, item: Candidate) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
     kv_bytes = item.options["kv_cache_memory_bytes"]
-    spare = item.total_bytes - item.weight_bytes - kv_bytes - item.step_bytes
+    spare = item.total_bytes - item.weight_bytes - kv_bytes - item.step_bytes - item.offload_bytes
     rows = [
         ("weights", item.weight_bytes),
         ("KV cache", kv_bytes),
         ("largest step (estimate)", item.step_bytes),
         (_SPARE_BLOCKS, spare),
+        (_OFFLOAD, item.offload_bytes),
         ("total", item.total_bytes),
         ("memory", found.memory_bytes),
         ("free" if item.fits else "missing", abs(found.memory_bytes - item.total_bytes)),
     ]
     for name, num_bytes in rows:
-        if num_bytes or name != _SPARE_BLOCKS:
+        if num_bytes or name not in (_SPARE_BLOCKS, _OFFLOAD):
             table.add_row(name, f"{num_bytes:,}", gib(num_bytes))
     return table
 

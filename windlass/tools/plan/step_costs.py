@@ -23,6 +23,7 @@ from windlass.models.card import open_checkpoint
 from windlass.models.network import block_size_of, kv_layout
 from windlass.runner.assemble import make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
+from windlass.runner.kv_copies import reserved_bytes
 from windlass.runner.load import load_network
 from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
 from windlass.tools.common.device import traffic_of
@@ -73,7 +74,10 @@ class MeasuredSteps:
         in_flight = 2 * limits.max_num_batched_tokens
         per_request = layout.blocks_for(max_context(config, opened), in_flight)
         max_blocks = limits.max_num_seqs * per_request
-        return size_cache(config.cache, layout, device, limits.memory_share, max_blocks)
+        reserved = reserved_bytes(config.cache, layout.block_bytes, device)
+        return size_cache(
+            config.cache, layout, device, limits.memory_share, max_blocks, reserved=reserved
+        )
 
     def to_json(self) -> dict[str, Any]:
         names = (

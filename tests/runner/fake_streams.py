@@ -1,0 +1,69 @@
+"""Streams without a GPU: their work is done later, in any order that the marks allow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+from windlass.runner.cuda.kv_copies import Mark, Streams
+
+
+class FakeMark:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.passed = False
+
+    def done(self) -> bool:
+        return self.passed
+
+    def wait(self) -> None:
+        while not self.passed:
+            self._device.advance()
+
+
+class FakeStream:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        # A function to call, or a mark to wait for.
+        self.queue: deque[Callable[[], None] | FakeMark] = deque()
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.queue.append(work)
+
+    def mark(self) -> FakeMark:
+        mark = FakeMark(self._device)
+        self.queue.append(lambda: setattr(mark, "passed", True))
+        return mark
+
+    def wait(self, mark: Mark) -> None:
+        assert isinstance(mark, FakeMark)
+        self.queue.append(mark)
+
+
+class FakeDevice:
+    """Owns the streams, and does one piece of their work at a time, of a random stream."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self.compute, self.reads, self.writes = (FakeStream(self) for _ in range(3))
+        self.streams = Streams(self.compute, self.reads, self.writes)
+
+    def advance(self) -> bool:
+        """Do one piece of work; False: none is left."""
+        streams = [self.compute, self.reads, self.writes]
+        self._random.shuffle(streams)
+        for stream in streams:
+            while stream.queue and isinstance(head := stream.queue[0], FakeMark) and head.passed:
+                stream.queue.popleft()
+            if stream.queue and not isinstance(stream.queue[0], FakeMark):
+                work = stream.queue.popleft()
+                assert not isinstance(work, FakeMark)
+                work()
+                return True
+        assert not any(stream.queue for stream in streams), "the streams wait for each other"
+        return False
+
+    def finish(self) -> None:
+        while self.advance():
+            pass

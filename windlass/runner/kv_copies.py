@@ -1,0 +1,131 @@
+"""Copies KV blocks between the device's pages and host memory: on a CPU here, on a GPU in cuda/kv_copies.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from windlass.config import CacheConfig
+from windlass.core.types import BlockId
+from windlass.kernels.batch import KVCache
+from windlass.kernels.storages import Held
+from windlass.runner.cuda.kv_copies import cuda_block_copies, staging_bytes
+from windlass.runner.host_rows import HostRows
+from windlass.runner.kv_records import DONE, BlockCopies, PendingCopy, RecordLayout, Section
+
+__all__ = [
+    "BlockCopies",
+    "CopyRates",
+    "HostBlockCopies",
+    "PendingCopy",
+    "make_block_copies",
+    "measure_rates",
+    "offload_bytes",
+    "reserved_bytes",
+]
+
+_BUFFER_BYTES = 256 * 2**20  # of host memory, for tiers without --kv-offload-gb
+# Bytes to measure with: a few milliseconds each way.
+_MEASURED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
+_NUM_MEASURED = 3
+
+
+class HostBlockCopies:
+    """Copies blocks of a CPU's KV caches, at once."""
+
+    def __init__(self, layout: RecordLayout, rows: HostRows) -> None:
+        self.layout = layout
+        self.record_bytes = layout.record_bytes
+        self.rows = rows
+
+    @torch.inference_mode()
+    def read(self, blocks: Sequence[BlockId], rows: Sequence[int]) -> PendingCopy:
+        for section, block, record in self._pairs(blocks, rows):
+            section.of(record).copy_(section.pages[:, block])
+        return DONE
+
+    @torch.inference_mode()
+    def write(self, rows: Sequence[int], blocks: Sequence[BlockId]) -> PendingCopy:
+        for section, block, record in self._pairs(blocks, rows):
+            section.pages[:, block].copy_(section.of(record))
+        return DONE
+
+    def storages(self) -> Iterator[Held]:
+        return self.rows.storages()
+
+    def close(self) -> None:
+        self.rows.close()
+
+    def _pairs(
+        self, blocks: Sequence[BlockId], rows: Sequence[int]
+    ) -> Iterator[tuple[Section, BlockId, Tensor]]:
+        self.layout.check(blocks, rows, self.rows.num_ready)
+        for block, row in zip(blocks, rows, strict=True):
+            record = self.rows.tensor(row).view(self.layout.word)
+            for section in self.layout.sections:
+                yield section, block, record
+
+
+def make_block_copies(
+    caches: Sequence[KVCache], num_bytes: int, *, plain_kernels: bool = False
+) -> BlockCopies:
+    """Copies of blocks of these caches, with as many rows as fit into `num_bytes` of host memory."""
+    layout = RecordLayout(caches)
+    num_rows = max(1, num_bytes // layout.record_bytes)
+    if layout.device.type == "cuda":
+        return cuda_block_copies(layout, num_rows, plain_kernels=plain_kernels)
+    # The pages of a CPU's cache take memory when they are first written.
+    beside = sum(cache.num_bytes for cache in caches)
+    return HostBlockCopies(layout, HostRows(num_rows, layout.record_bytes, beside=beside))
+
+
+def offload_bytes(config: CacheConfig, num_ranks: int = 1) -> int:
+    """Bytes of host memory for one rank's KV records."""
+    if not config.has_tiers:
+        return 0
+    if config.kv_offload_gb is None:
+        return _BUFFER_BYTES
+    return int(config.kv_offload_gb * 2**30) // num_ranks
+
+
+def reserved_bytes(
+    config: CacheConfig, record_bytes: int, device: torch.device, num_ranks: int = 1
+) -> int:
+    """Bytes of the device's memory that copies of KV blocks take beside the KV cache."""
+    if config.has_tiers and device.type == "cuda":
+        return staging_bytes(record_bytes)
+    return offload_bytes(config, num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Measured bytes per second between the device's pages and host memory."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+def measure_rates(copies: BlockCopies) -> CopyRates:
+    """Time copies of the first blocks, before any step: their content stays."""
+    layout = copies.layout
+    num_bytes = _MEASURED_BYTES[layout.device.type]
+    count = min(copies.rows.num_ready, layout.num_blocks, max(1, num_bytes // layout.record_bytes))
+    rows, blocks = range(count), [BlockId(block) for block in range(count)]
+
+    def rate(copy: Callable[[], PendingCopy]) -> float:
+        copy().wait()  # compiles kernels, and touches the memory
+        times = []
+        for _ in range(_NUM_MEASURED):
+            start = perf_counter()
+            copy().wait()
+            times.append(perf_counter() - start)
+        return count * layout.record_bytes / max(min(times), 1e-9)  # other programs may disturb
+
+    return CopyRates(
+        read_bytes_per_s=rate(lambda: copies.read(blocks, rows)),
+        write_bytes_per_s=rate(lambda: copies.write(rows, blocks)),
+    )

@@ -1,0 +1,437 @@
+"""Saves KV blocks to tiers and loads them, while steps run.
+
+Rows of host memory are the host tier, and the way to and from all others:
+
+    save:  block -> row (the host's record) -> put in other stores, by a thread
+    load:  get from another store into a row, by a thread -> block
+
+Copies are started by the thread that submits steps, and never waited for. Core decides what is saved
+and loaded (core/tiers.py). Every rank has the records of its slice; a load counts when all ranks have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from windlass.config import EngineConfig
+from windlass.core.card import Choice
+from windlass.core.types import BlockId, StepPlan, TierStats
+from windlass.errors import ConfigError
+from windlass.kernels.batch import KVCache
+from windlass.kernels.storages import Held
+from windlass.runner.device import gib
+from windlass.runner.kv_copies import (
+    BlockCopies,
+    PendingCopy,
+    make_block_copies,
+    measure_rates,
+    offload_bytes,
+)
+from windlass.runner.kv_records import RecordLayout
+from windlass.tiers.host import HostStore
+from windlass.tiers.peer import PeerExport, PeerStore
+from windlass.tiers.store import BlockStore
+
+if TYPE_CHECKING:
+    from windlass.runner.worker import Followers
+
+_log = logging.getLogger("windlass.tiers")
+
+_NUM_READERS = 4
+_MAX_WRITES = 512  # records that wait to be written to one store; more are refused
+_RECENT = 0.2  # weight of the last measurement
+_FORGET_S = 60.0  # half-life of a measured rate: a store that was slow once is tried again
+
+
+class _Record(NamedTuple):
+    """A record that is loaded."""
+
+    key: bytes
+    row: int
+    block: BlockId
+    tier: int
+    ok: bool = True
+    seconds: float = 0.0  # that the store took
+
+
+class _Saving(NamedTuple):
+    copy: PendingCopy
+    rows: list[tuple[bytes, int]]  # (key, row)
+
+
+class _Writing(NamedTuple):
+    """Rows on their way into blocks."""
+
+    copy: PendingCopy
+    records: list[_Record]
+
+
+@dataclass(slots=True)
+class _Tier:
+    """One store, and what was counted and measured. The thread that submits steps changes it."""
+
+    store: BlockStore
+    record_s: float = 0.0  # seconds to load one record; 0: not measured yet
+    num_loads: int = 0
+    num_failures: int = 0
+    num_refused: int = 0
+    measured_at: float = field(default_factory=perf_counter)
+
+    def measure(self, seconds: float) -> None:
+        """Update the rate with the seconds that one record took."""
+        self.record_s += (_RECENT if self.record_s else 1.0) * (seconds - self.record_s)
+        self.measured_at = perf_counter()
+
+
+class _SlowTier(_Tier):
+    """A store that threads read and write."""
+
+    def __init__(self, store: BlockStore) -> None:
+        super().__init__(store)
+        self.readers = ThreadPoolExecutor(_NUM_READERS, f"windlass-{store.name}-read")
+        self.writer = ThreadPoolExecutor(1, f"windlass-{store.name}-write")
+        self.room = BoundedSemaphore(_MAX_WRITES)  # for further writes
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the store would take a record."""
+        return not self.store.contains(key)
+
+    def close(self) -> None:
+        self.readers.shutdown()
+        self.writer.shutdown()
+        self.store.close()
+
+
+class _PeerTier(_SlowTier):
+    """The store between two engines, which takes what the other one needs."""
+
+    def __init__(self, store: PeerExport | PeerStore) -> None:
+        super().__init__(store)
+        self._peer = store
+
+    def lacks(self, key: bytes) -> bool:
+        return self._peer.wants(key) and not self._peer.contains(key)
+
+
+def open_tiers(config: EngineConfig, cache: KVCache, others: Sequence[BlockStore] = ()) -> KVTiers:
+    """Open the tiers of one rank, and measure the speed of its copies. `others`: see `KVTiers`."""
+    size = config.cache.kv_offload_gb
+    num_bytes = offload_bytes(config.cache, config.parallel.num_ranks)
+    record_bytes = RecordLayout([cache]).record_bytes
+    if size is not None and num_bytes < record_bytes:
+        raise ConfigError(
+            f"--kv-offload-gb {size:g} is {gib(num_bytes)} per rank, and one KV block takes "
+            f"{gib(record_bytes)}. Set a larger size."
+        )
+    copies = make_block_copies([cache], num_bytes, plain_kernels=config.model.plain_kernels)
+    rate = measure_rates(copies).write_bytes_per_s
+    tiers = KVTiers(copies, others, host_record_s=copies.record_bytes / rate)
+    reason = f"{copies.rows.num_rows:,} blocks, {rate / 2**30:.1f} GiB/s to the device"
+    tiers.choices.append(Choice("host tier", gib(num_bytes), reason))
+    for store in others:
+        stats = store.stats()
+        reason = f"{stats.num_records:,} blocks, {gib(stats.num_bytes)}, are stored"
+        tiers.choices.append(Choice(f"{store.name} tier", gib(stats.max_bytes), reason))
+    return tiers
+
+
+class KVTiers:
+    """Owns the stores, their threads, and the copies in progress. Implements core's `TierStores`."""
+
+    def __init__(
+        self, copies: BlockCopies, others: Sequence[BlockStore] = (), *, host_record_s: float = 0.0
+    ) -> None:
+        """`others`: slower stores, in order. `host_record_s`: measured seconds of one copy."""
+        self._copies = copies
+        self._host = HostStore(copies.rows)
+        self._slow = [_SlowTier(store) for store in others]
+        self._tiers: list[_Tier] = [_Tier(self._host, host_record_s), *self._slow]
+        self.names: Sequence[str] = [tier.store.name for tier in self._tiers]
+        self.keeps_prompts = bool(others)
+        self.choices: list[Choice] = []  # lines of the start-up table
+        self.num_ended = 0
+        self.prompt_token_s = 0.0
+        self._saving: deque[_Saving] = deque()
+        self._writing: deque[_Writing] = deque()
+        self._queued: deque[tuple[bytes, BlockId, int]] = deque()  # wait for a row
+        self._num_fetching = 0
+        self._fetched: SimpleQueue[_Record] = SimpleQueue()
+        self._ended: list[tuple[bytes, bool]] = []
+        self._others: _OtherRanks | None = None
+
+    def share(self, peer: PeerExport | PeerStore) -> None:
+        """Add the store between this engine and another one, before the first plan."""
+        tier = _PeerTier(peer)
+        self._slow.append(tier)
+        self._tiers.append(tier)
+        self.names = [*self.names, peer.name]
+
+    def lead(self, followers: Followers) -> None:
+        """Count a load only when the other ranks have theirs, too."""
+        self._others = _OtherRanks(followers)
+
+    def storages(self) -> Iterator[Held]:
+        return self._copies.storages()
+
+    # ---- lookups, from core ------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int | None:
+        for number, tier in enumerate(self._tiers):
+            if tier.store.contains(key):
+                return number
+        return None
+
+    def lacks(self, key: bytes) -> bool:
+        return not self._host.contains(key) or any(tier.lacks(key) for tier in self._slow)
+
+    def record_s(self, tier: int) -> float:
+        if tier == 0:
+            return self._tiers[0].record_s
+        found = self._tiers[tier]
+        age_s = perf_counter() - found.measured_at
+        return self._tiers[0].record_s + found.record_s * 0.5 ** (age_s / _FORGET_S)
+
+    @property
+    def is_saving(self) -> bool:
+        return bool(self._saving) or (self._others is not None and self._others.are_saving)
+
+    # ---- plans, from the runner --------------------------------------------------------------
+
+    def apply(self, plan: StepPlan) -> None:
+        """Start the saves and loads of a plan, before its rows."""
+        if plan.saves or plan.loads:
+            self._advance()
+            # First: saves evict other records. Blocks are read before records are written to them.
+            ready = self._find_loads(plan.loads)
+            self._save(plan.saves)
+            self._write(ready)
+            self._fetch_queued()
+
+    def _save(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
+        blocks, rows = [], []
+        for block, key in saves:
+            if self._host.contains(key):
+                self._write_behind(key)
+                continue
+            row = self._host.reserve()
+            if row is None:
+                self._tiers[0].num_refused += 1
+                continue
+            blocks.append(block)
+            rows.append((key, row))
+        if blocks:
+            copy = self._copies.read(blocks, [row for _, row in rows])
+            self._saving.append(_Saving(copy, rows))
+
+    def _write_behind(self, key: bytes) -> None:
+        """Put a record of the host into the other stores, unless too many are waiting."""
+        for tier in self._slow:
+            if not tier.lacks(key):
+                continue
+            row = self._host.pin(key)
+            if row is None:
+                continue
+            if tier.room.acquire(blocking=False):
+                _submit(tier.writer, partial(self._put, tier, key, row))
+            else:
+                tier.num_refused += 1
+                self._host.unpin(row)
+
+    def _put(self, tier: _SlowTier, key: bytes, row: int) -> None:
+        """On a tier's thread: store a pinned row."""
+        try:
+            tier.store.put(key, self._copies.rows.row(row))
+        except Exception:  # the border of a thread: a store that fails must not end the engine
+            _log.exception("the %s tier could not store a KV block", tier.store.name)
+        finally:
+            self._host.unpin(row)
+            tier.room.release()
+
+    def _find_loads(self, loads: Sequence[tuple[bytes, BlockId]]) -> list[_Record]:
+        """The loads whose records lie in host memory, pinned; queues those from other stores.
+
+        The last blocks of a prefix come first: of records that are used at the same time, stores evict
+        those first, and a prefix without its first blocks is of no use.
+        """
+        ready = []
+        for key, block in reversed(loads):
+            row = self._host.pin(key)
+            if row is not None:
+                ready.append(_Record(key, row, block, 0))
+                continue
+            number = self.find(key)
+            if number is None:
+                self._fail(key, 0)
+            else:
+                self._queued.append((key, block, number))
+        return ready
+
+    def _fetch_queued(self) -> None:
+        """Read records of other stores into free rows."""
+        while self._queued:
+            row = self._host.reserve()
+            if row is None:
+                break
+            key, block, number = self._queued.popleft()
+            self._num_fetching += 1
+            record = _Record(key, row, block, number)
+            _submit(self._slow[number - 1].readers, partial(self._fetch, record))
+        if self._queued and not (self._num_fetching or self._writing or self._saving):
+            # Writes to other stores pin all rows.
+            for key, _, number in self._queued:
+                self._fail(key, number)
+            self._queued.clear()
+
+    def _fetch(self, record: _Record) -> None:
+        """On a tier's thread: read a record into its row."""
+        store, ok, began = self._tiers[record.tier].store, False, perf_counter()
+        try:
+            ok = store.get(record.key, self._copies.rows.row(record.row))
+        except Exception:  # the border of a thread: a failed load is a miss
+            _log.exception("the %s tier could not load a KV block", store.name)
+        self._fetched.put(record._replace(ok=ok, seconds=perf_counter() - began))
+
+    def _write(self, records: list[_Record]) -> None:
+        """Copy rows into blocks."""
+        if not records:
+            return
+        rows, blocks = [each.row for each in records], [each.block for each in records]
+        began = perf_counter()
+        copy = self._copies.write(rows, blocks)
+        if copy.done():  # on a CPU; else the end is seen later than it was, at the next plan
+            self._tiers[0].measure((perf_counter() - began) / len(records))
+        self._writing.append(_Writing(copy, records))
+
+    def _fail(self, key: bytes, tier: int) -> None:
+        self._tiers[tier].num_failures += 1
+        self._ended.append((key, False))
+
+    # ---- progress ----------------------------------------------------------------------------
+
+    def poll(self) -> list[tuple[bytes, bool]]:
+        self._advance()
+        ended, self._ended = self._ended, []
+        if self._others is not None:
+            ended = self._others.agreed(ended)
+        self.num_ended += len(ended)
+        return ended
+
+    def _advance(self) -> None:
+        while self._saving and self._saving[0].copy.done():
+            for key, row in self._saving.popleft().rows:
+                self._host.commit(row, key)
+                self._write_behind(key)
+        fetched = []
+        while self._num_fetching:
+            try:
+                record = self._fetched.get_nowait()
+            except Empty:
+                break
+            self._num_fetching -= 1
+            if record.ok:
+                self._tiers[record.tier].measure(record.seconds / _NUM_READERS)
+                fetched.append(record)
+            else:
+                self._host.free(record.row)
+                self._fail(record.key, record.tier)
+        self._write(fetched)
+        while self._writing and self._writing[0].copy.done():
+            self._finish(self._writing.popleft())
+        if self._queued:
+            self._fetch_queued()
+
+    def _finish(self, writing: _Writing) -> None:
+        for record in writing.records:
+            self._tiers[record.tier].num_loads += 1
+            if record.tier:
+                self._host.commit(record.row, record.key)
+            else:
+                self._host.unpin(record.row)
+            self._ended.append((record.key, True))
+
+    def encode_ended(self) -> bytes:
+        """On other ranks than 0: whether saves are in progress, and the loads that have ended."""
+        ended = self.poll()
+        found = b"".join(bytes((ok, len(key))) + key for key, ok in ended)
+        return bytes((self.is_saving,)) + found
+
+    def clear(self) -> None:
+        if self._others is not None:
+            self._others.clear()
+        for saving in self._saving:
+            saving.copy.wait()
+        self._advance()
+        self._host.clear()
+
+    def stats(self) -> list[TierStats]:
+        found = []
+        for number, tier in enumerate(self._tiers):
+            stats = tier.store.stats()
+            found.append(
+                TierStats(
+                    name=tier.store.name,
+                    num_records=stats.num_records,
+                    num_bytes=stats.num_bytes,
+                    max_bytes=stats.max_bytes,
+                    num_saves=stats.writes,
+                    num_loads=tier.num_loads,
+                    num_failures=tier.num_failures,
+                    num_refused=stats.refused + tier.num_refused,
+                    num_corrupt=stats.corrupt,
+                    num_evictions=stats.evictions,
+                    record_s=self.record_s(number),
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """Finish what was started, also writes to other stores."""
+        for saving in self._saving:
+            saving.copy.wait()
+        self._advance()
+        for tier in self._slow:
+            tier.close()
+        self._copies.close()
+
+
+def _submit(threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    try:
+        threads.submit(work)
+    except RuntimeError:  # the process is exiting, and its threads have ended
+        work()
+
+
+class _OtherRanks:
+    """The loads of all ranks: each counts when every rank has reported it."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self._reports: dict[bytes, list[bool]] = {}
+        self.are_saving = False
+
+    def agreed(self, own: list[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
+        replies = self._followers.call("kv_loads")
+        self.are_saving = any(reply[0] for reply in replies)
+        for key, ok in own:
+            self._reports.setdefault(key, []).append(ok)
+        for reply in replies:
+            at = 1
+            while at < len(reply):
+                end = at + 2 + reply[at + 1]
+                self._reports.setdefault(reply[at + 2 : end], []).append(bool(reply[at]))
+                at = end
+        num_ranks = 1 + len(replies)
+        complete = [key for key, oks in self._reports.items() if len(oks) == num_ranks]
+        return [(key, all(self._reports.pop(key))) for key in complete]
+
+    def clear(self) -> None:
+        self._followers.call("kv_clear")
