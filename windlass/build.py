@@ -1,4 +1,4 @@
-"""The composition root: builds an engine or a server from a config.
+"""The composition root: builds an engine from a config.
 
 Only this module imports both the scheduler's side and the runner's side. Torch is imported when an
 engine is built, because the server process does not need it.
@@ -13,14 +13,14 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.config import AUTO, EngineConfig, Limits, ServeConfig, flag
+from windlass.config import EngineConfig, Limits
 from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
@@ -31,7 +31,6 @@ from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine, EnginePeers
 from windlass.errors import ConfigError, EngineError
 from windlass.models.card import load_card, open_checkpoint, read_headers
-from windlass.models.file_digest import file_digest
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
@@ -41,7 +40,6 @@ from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
 from windlass.tiers.peer import FINGERPRINT_BYTES
-from windlass.version import __version__
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
@@ -57,14 +55,10 @@ if TYPE_CHECKING:
     from windlass.runner.runner import Runner
     from windlass.runner.scoring import Scorer, ScoringLimits
     from windlass.runner.worker import Followers
-    from windlass.serve.client import EngineClient
-    from windlass.serve.fallback import FallbackStep
-    from windlass.serve.loop import Build
     from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
-_TRANSFER_ROWS_GB = 0.25
 _MEASURED = ("graphs", "activations")
 # Net allocations between two collections. A step with hundreds of rows allocates thousands of
 # objects, and reference counting frees all of them.
@@ -137,10 +131,10 @@ class _Log:
 
 def open_model(config: EngineConfig) -> OpenModel:
     """Locate a model's files, downloading them if necessary, and read its card and hparams."""
-    return _open(resolve(config.model), config)
+    return open_files(resolve(config.model), config)
 
 
-def _open(files: ModelFiles, config: EngineConfig) -> OpenModel:
+def open_files(files: ModelFiles, config: EngineConfig) -> OpenModel:
     hparams, card = read_headers(files, config.model)
     return OpenModel(files, card, hparams)
 
@@ -640,192 +634,6 @@ def build_for_process(
     claim_devices(config, replica)
     built = _build_engine(config, source, exit_when_lost=True, master=master, shared=shared)
     return built.engine, built.report
-
-
-def make_client(
-    config: EngineConfig, hang_timeout: float = 120.0, retry_on_restart: bool = False
-) -> EngineClient:
-    """The client of the config's replicas; `build_replicas` makes what they build."""
-    from windlass.serve.client import EngineClient
-    from windlass.serve.handover import SplitPolicy
-
-    parallel, split = config.parallel, None
-    if parallel.prefill_replicas:
-        if not config.cache.prefix_caching:
-            raise ConfigError(
-                "--prefill-replicas hands cached KV blocks over. Leave out --no-prefix-caching."
-            )
-        split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
-    return EngineClient(
-        None,
-        hang_timeout,
-        prepare=import_torch,
-        num_replicas=parallel.data_parallel_size,
-        retry_on_restart=retry_on_restart,
-        split=split,
-    )
-
-
-def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
-    """The build function of each replica. With several machines, opens the port where they join."""
-    parallel, master = config.parallel, None
-    if parallel.node_rank > 0:
-        raise ConfigError(
-            f"node_rank is {parallel.node_rank}: only node 0 has an engine. Start the other machines with "
-            "`windlass serve`."
-        )
-    if parallel.nnodes > 1:
-        from windlass.parallel.rendezvous import listen
-
-        master = listen(parallel, _facts(config, source))
-    builds: list[Build] = []
-    if parallel.prefill_replicas and not config.cache.has_tiers:
-        # Blocks pass through host memory on their way to another engine.
-        config = replace(config, cache=replace(config.cache, kv_offload_gb=_TRANSFER_ROWS_GB))
-    rings = {index: Segment(parallel.transfer_bytes) for index in range(parallel.prefill_replicas)}
-    for replica in range(parallel.data_parallel_size):
-        shared = None
-        if rings:
-            seen = {replica: rings[replica]} if replica in rings else rings
-            shared = SharedRings(replica, seen)
-        builds.append(partial(build_for_process, config, source, replica, master, shared))
-    return builds
-
-
-# Options that may differ between the machines of a replica.
-_OWN_OPTIONS = {
-    *("model", "served_model_name", "tokenizer", "download_dir", "hf_token"),
-    *("num_threads", "memory_share"),
-    *("node_rank", "master_addr", "master_port", "node_timeout"),
-    *("cluster_secret", "cluster_secret_file"),
-}
-
-
-def _facts(config: EngineConfig, source: Source) -> dict[str, str]:
-    """What must be the same on all machines of a replica."""
-    facts = {
-        "the Windlass version": __version__,
-        "the torch version": importlib.metadata.version("torch"),
-        "the digest of the model's files": file_digest(source.files, config.model),
-    }
-    for section in fields(config):
-        part = getattr(config, section.name)
-        for item in fields(part):
-            if item.name not in _OWN_OPTIONS:
-                facts[flag(item.name)] = str(getattr(part, item.name))
-    return facts
-
-
-def _serve_node(config: EngineConfig) -> int:
-    """Run the ranks of a machine beside node 0. Returns the exit code."""
-    from windlass.parallel.node import NodeWork, serve_node
-
-    opened = open_model(config)
-    check_stages(opened.hparams, config.parallel.pipeline_parallel_size)
-    build = partial(build_worker, config, opened.source)
-    work = NodeWork(config.parallel, import_torch, build)
-    return serve_node(work, _facts(config, opened.source))
-
-
-def serve(
-    config: EngineConfig,
-    serve_config: ServeConfig,
-    on_ready: Callable[[EngineReport, str], None],
-    *,
-    sources: Mapping[str, str] | None = None,
-    fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]] = (),
-) -> int:
-    """Run the server until it ends, or with --node-rank only ranks. Returns the exit code.
-
-    `sources`: where each option that is set comes from, for GET /admin/config. `fallbacks`: the steps of
-    --fallback, with the config of each that has a model.
-    """
-    if config.parallel.node_rank > 0:
-        return _serve_node(config)
-    from windlass.serve.launch import FallbackParts, num_http_workers
-    from windlass.serve.launch import serve as run_server
-    from windlass.serve.live_config import StartConfig
-
-    if serve_config.lora_root and not config.lora.enable_lora:
-        raise ConfigError("--lora-root does nothing without --enable-lora.")
-    if serve_config.slo_admission and config.scheduler.slo_ttft_ms is None:
-        raise ConfigError("--slo-admission needs --slo-ttft-ms.")
-    if config.scheduler.slo_ttft_ms is not None and not (
-        serve_config.slo_admission or config.scheduler.slo_tpot_ms is not None
-    ):
-        raise ConfigError("--slo-ttft-ms does nothing without --slo-tpot-ms or --slo-admission.")
-    files = resolve(config.model)  # a download can take minutes; a signal ends it
-    for name in {files.name, *config.model.served_model_name} & config.lora.modules().keys():
-        raise ConfigError(
-            f"--lora-modules names {name!r}, which is a name of the base model in the API. "
-            "Choose another name, or rename the base model with --served-model-name."
-        )
-    if fallbacks:
-        serve_config = _check_fallbacks(config, serve_config, fallbacks)
-    elif serve_config.http_workers == AUTO:
-        serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
-    client, open_card = _served(config, files, serve_config)
-    started = StartConfig(engine=config, sources=sources or {})
-    parts = []
-    for step, other in fallbacks:
-        of_model = () if other is None else _served(other, resolve(other.model), serve_config)
-        parts.append(FallbackParts(step, *of_model))
-    return run_server(client, open_card, serve_config, on_ready, started=started, fallbacks=parts)
-
-
-def _served(
-    config: EngineConfig, files: ModelFiles, serve_config: ServeConfig
-) -> tuple[EngineClient, Callable[[], ModelCard]]:
-    """The client of a model's engine, and the function that opens the model and builds the engine."""
-    client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
-
-    def open_card() -> ModelCard:
-        opened = _open(files, config)
-        client.build_with(*build_replicas(config, opened.source))
-        return opened.card
-
-    return client, open_card
-
-
-def _check_fallbacks(
-    config: EngineConfig,
-    serve_config: ServeConfig,
-    fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]],
-) -> ServeConfig:
-    """Refuse engines whose memory is not planned; returns the config with one HTTP process."""
-    from windlass.serve.fallback import check_memory
-    from windlass.serve.launch import runs_on_cpu
-
-    if serve_config.http_workers not in (AUTO, 1):
-        raise ConfigError(
-            f"--fallback needs --http-workers 1, got {serve_config.http_workers}: one process holds the "
-            "tokenizers and templates of all models."
-        )
-    engines = [("the model", config)]
-    for step, other in fallbacks:
-        if other is not None:
-            engines.append((f"--fallback {step.text}", other))
-            if not _has_memory(other):
-                raise ConfigError(
-                    f"--fallback {step.text!r} does not say how much memory it gets. Add an option, such "
-                    f"as {step.text},memory_share=0.2 or {step.text},kv_cache_memory_bytes=1GiB."
-                )
-    on_cpu = runs_on_cpu(config.model.device)
-    shares = [
-        (name, each.limits("cpu" if on_cpu else "cuda").memory_share)
-        for name, each in engines
-        if _by_share(each)
-    ]
-    check_memory(shares)
-    return replace(serve_config, http_workers=1)
-
-
-def _by_share(config: EngineConfig) -> bool:
-    return config.cache.num_blocks is None and config.cache.kv_cache_memory_bytes is None
-
-
-def _has_memory(config: EngineConfig) -> bool:
-    return not _by_share(config) or config.cache.memory_share is not None
 
 
 def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> AdapterSetup | None:

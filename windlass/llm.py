@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from windlass.build import Built, build_engine, build_replicas, make_client, open_model
+from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.core.card import EngineReport, ModelCard
 from windlass.core.pooling import PoolingParams
@@ -37,6 +37,7 @@ from windlass.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from windlass.start import build_replicas, make_client
 from windlass.text.beam_search import BeamSearch, BeamSearchParams, FinishedBeam, output_of
 from windlass.text.chat_output import ChatOutput, chat_output
 from windlass.text.chat_template import ChatTemplate

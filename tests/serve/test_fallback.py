@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import CARD, Options, counting
 from tests.serve.tiny_model import write_tiny_model
-from windlass.build import build_replicas, open_model
+from windlass.build import open_model
 from windlass.cli.main import app
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, DeadlineExceeded, Overloaded, RequestError, WorkerDied
@@ -44,6 +44,7 @@ from windlass.serve.fallback import (
 from windlass.serve.health import RestartPolicy
 from windlass.serve.launch import FallbackParts
 from windlass.serve.problems import Draining, RateLimited, Sleeping
+from windlass.start import build_replicas
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_blocks": 100}
 # Long enough to be running until a test has seen the answer to another request.

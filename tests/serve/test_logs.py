@@ -109,7 +109,7 @@ PROGRAM = """
 from tests.serve.fakes import CARD, counting
 from windlass.serve.client import EngineClient
 from windlass.serve.launch import serve
-from windlass import build
+from windlass import start
 
 def fake_serve(_config, serve_config, _on_ready, **_sources):
     client = EngineClient(counting())
@@ -118,7 +118,7 @@ def fake_serve(_config, serve_config, _on_ready, **_sources):
     return serve(client, lambda: CARD, serve_config, on_ready)
 
 if __name__ == "__main__":
-    build.serve = fake_serve
+    start.serve = fake_serve
     from windlass.cli.main import app
     app()
 """

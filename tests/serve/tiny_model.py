@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.serve.conftest import Server, running
-from windlass.build import build_replicas, open_model
+from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.serve.handover import SplitPolicy
+from windlass.start import build_replicas
 
 EOS = 256
 FIM = {

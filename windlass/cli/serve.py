@@ -37,7 +37,7 @@ def serve(options: Options) -> int:
     options = replace(options, values=values)
     config, serve_config = options.engine(), options.serve()
     _check_quality(options)
-    from windlass import build
+    from windlass import start
     from windlass.cli.report import print_report
 
     def on_ready(report: EngineReport, url: str) -> None:
@@ -47,7 +47,7 @@ def serve(options: Options) -> int:
             typer.echo(f"  in a browser: {url}/\n")
         typer.echo(_curl(url, serve_config))
 
-    return build.serve(
+    return start.serve(
         config,
         serve_config,
         on_ready,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ray import serve
 
-from windlass.build import build_replicas, make_client, open_model
+from windlass.build import open_model
 from windlass.cluster.autoscaling import RateMeter
 from windlass.cluster.fleet import Model
 from windlass.cluster.routing import Call
@@ -25,6 +25,7 @@ from windlass.errors import EngineError, WorkerDied
 from windlass.serve.health import Health
 from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.routing import DECODE_WEIGHT
+from windlass.start import build_replicas, make_client
 
 _SMOOTHING = 1 / 16
 _RESTART_POLL_S = 0.05

@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 
-from windlass.build import build_replicas, make_client, open_model
+from windlass.build import open_model
 from windlass.config import EngineConfig, ServeConfig
 from windlass.errors import ConfigError, RequestError, WorkerDied
 from windlass.llm import progress_bar
@@ -40,6 +40,7 @@ from windlass.serve.pooling import Pooling
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import batch_endpoints
 from windlass.serve.services import make_services
+from windlass.start import build_replicas, make_client
 from windlass.tools.resumable import ResumableOutput
 
 _BATCH = "run-batch"
