@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Receive
 
+from tests.serve.conftest import running, wait_until
+from tests.serve.fakes import Options, counting
 from windlass.config import ServeConfig
 from windlass.core.types import EngineStats, SloStats
 from windlass.errors import Overloaded, RequestError
+from windlass.serve import response
 from windlass.serve.admission import AdmissionControl, Rates
 from windlass.serve.health import Backlog
 from windlass.serve.live_config import LiveConfig
@@ -156,3 +166,56 @@ def test_without_a_finished_request_the_wait_is_at_least_the_time_so_far() -> No
     for _ in range(6):
         control.observe(EngineStats(num_steps=2), EngineStats(num_steps=1))
     assert control.predicted_wait_s(1) == pytest.approx(3 * 5.0)
+
+
+def test_requests_that_have_ended_since_the_report_are_not_in_the_backlog() -> None:
+    reported = backlog(4, 2, unseen=1, tokens=50)
+    assert reported.at_most(9) == reported
+    assert reported.at_most(5) == backlog(2, 2, unseen=1, tokens=50)
+    assert reported.at_most(1) == backlog(0, 0, unseen=1, tokens=50)
+    assert reported.at_most(0) == backlog(0, 0)
+
+
+def test_an_aborted_request_takes_no_place_in_the_queue() -> None:
+    """The engine is stopped: it cannot report that its requests were aborted."""
+    with running(counting(Options(max_num_seqs=1)), max_num_queued_reqs=1) as server:
+        pid = server.client.replicas[0].pid
+        assert pid is not None
+        body = {"prompt": "SLOW", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as streamed:
+            assert next(streamed.iter_lines()).startswith("data: ")
+            wait_until(lambda: server.client.backlog.num_running == 1)
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: server.client.num_in_flight == 0)
+            with ThreadPoolExecutor(1) as pool:
+                later = pool.submit(server.complete, max_tokens=2, n=2)
+                wait_until(lambda: server.client.num_in_flight == 2 or later.done())
+                os.kill(pid, signal.SIGCONT)
+                assert later.result().status_code == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_requests_that_are_checked_at_the_same_time_do_not_overfill_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_requests, checked = 8, 0
+    wait_for_work = response.cancel_on_disconnect
+
+    async def after_all_checks(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+        nonlocal checked
+        checked += 1
+        while checked < num_requests:
+            await asyncio.sleep(0.01)
+        return await wait_for_work(receive, work)
+
+    monkeypatch.setattr(response, "cancel_on_disconnect", after_all_checks)
+    build = counting(Options(max_num_seqs=1, step_s=0.05))
+    with (
+        running(build, max_num_queued_reqs=2) as server,
+        ThreadPoolExecutor(num_requests) as pool,
+    ):
+        sent = [pool.submit(server.complete, max_tokens=3) for _ in range(num_requests)]
+        statuses = Counter(each.result().status_code for each in sent)
+    assert statuses == {200: 3, 429: num_requests - 3}

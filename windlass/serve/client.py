@@ -613,7 +613,7 @@ class EngineClient:
             num_tokens=sum(each.num_tokens for each in all_backlogs)
             + quarantine.num_held_tokens
             + sum(len(add.request.prompt) for add in self._waiting.values()),
-        )
+        ).at_most(len(self._flights))
 
     def health(self) -> Health:
         """Whether a request would be answered now, and why not, or which replicas are down."""

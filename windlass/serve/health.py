@@ -38,6 +38,24 @@ class Backlog:
     num_unseen: int
     num_tokens: int
 
+    def at_most(self, num_in_flight: int) -> Backlog:
+        """Without requests that have ended since the engine's report, which may be 100 ms old.
+
+        Which of them were running is not known: assume those that leave the longest queue.
+        """
+        excess = max(0, self.num_running + self.num_waiting + self.num_unseen - num_in_flight)
+        running = max(0, self.num_running - excess)
+        excess -= self.num_running - running
+        waiting = max(0, self.num_waiting - excess)
+        excess -= self.num_waiting - waiting
+        unseen = self.num_unseen - excess
+        return Backlog(
+            num_running=running,
+            num_waiting=waiting,
+            num_unseen=unseen,
+            num_tokens=self.num_tokens if waiting + unseen else 0,
+        )
+
 
 class Heartbeat:
     """Measures how long the engine has sent nothing, in ticks of the HTTP process.

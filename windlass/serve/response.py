@@ -137,6 +137,7 @@ class CompletionResponse:
     ) -> None:
         config, card = services.config, services.card
         self._client = services.client
+        self._admission = services.admission
         self._traces = services.traces
         self._metrics = services.metrics
         self._sender = sender
@@ -195,6 +196,8 @@ class CompletionResponse:
             self._metrics.all_finished(longest)
 
     def _start(self) -> Inbox:
+        # Since the request was checked first, others may have filled the queue.
+        self._admission.check(len(self._prepared.requests), self._prepared.num_prompt_tokens)
         self._entry = Entry(
             response_id=self._prepared.response_id,
             owner=self._sender.tenant.name,
