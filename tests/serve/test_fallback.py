@@ -310,6 +310,34 @@ def test_tenants_may_forbid_it_and_a_shorter_answer_lowers_the_load(
             assert ask(server, "counter") == ("counter", 8)
 
 
+def test_a_request_that_ends_engines_ends_two_of_the_whole_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strikes count for the content of a request, whichever model runs it."""
+    parts = [fake_part("small"), fake_part("smaller", "smaller")]
+    clients = [each.client for each in parts]
+    with running(fallbacks=parts) as server:
+
+        def num_ends() -> list[int]:
+            every = [server.client, *(each for each in clients if each is not None)]
+            return [each.replicas[0].num_ends for each in every]
+
+        poison = server.chat(messages=[{"role": "user", "content": "DIE"}])
+        assert (poison.status_code, poison.json()["error"]["code"]) == (422, "request_blocked")
+        assert num_ends() == [1, 1, 0]
+        # Neither while engines restart nor with another way to send the same content.
+        again = server.chat(
+            messages=[{"role": "user", "content": "DIE"}], user="x", fallback="auto"
+        )
+        assert again.json()["error"]["code"] == "request_blocked"
+        wait_until(lambda: server.client.health().ok)
+        with waiting(monkeypatch, server, own_s=9.0, other_s=0.0):
+            again = server.chat(messages=[{"role": "user", "content": "DIE"}], fallback="auto")
+        assert again.json()["error"]["code"] == "request_blocked"
+        assert num_ends() == [1, 1, 0]
+        assert server.complete(max_tokens=2).status_code == 200
+
+
 def test_the_same_name_twice_is_refused() -> None:
     with pytest.raises(AssertionError) as error, running(fallbacks=[fake_part("counter")]):
         pass

@@ -8,7 +8,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import RequestBlocked
 from windlass.serve.messages import Add
-from windlass.serve.quarantine import BLOCKED_S, MAX_SUSPECTS, Quarantine, fingerprint
+from windlass.serve.quarantine import BLOCKED_S, MAX_SUSPECTS, Quarantine, Suspects, fingerprint
 
 HOW = "the engine process was ended by signal 9"
 
@@ -58,7 +58,7 @@ def test_requests_without_a_strike_are_never_held() -> None:
 
 def test_suspects_run_one_at_a_time_beside_others() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a", b"b", b"c"], HOW)
+    quarantine.suspects.strike([b"a", b"b", b"c"], HOW)
     assert quarantine.enter(add("a"))
     assert quarantine.enter(add("other"))
     assert not quarantine.enter(add("b"))
@@ -72,7 +72,7 @@ def test_suspects_run_one_at_a_time_beside_others() -> None:
 
 def test_a_held_request_that_is_aborted_never_runs() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a", b"b"], HOW)
+    quarantine.suspects.strike([b"a", b"b"], HOW)
     quarantine.enter(add("a"))
     quarantine.enter(add("b"))
     assert quarantine.leave("b", completed=False) == []
@@ -81,7 +81,7 @@ def test_a_held_request_that_is_aborted_never_runs() -> None:
 
 def test_equal_requests_are_released_when_one_completes() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"same"], HOW)
+    quarantine.suspects.strike([b"same"], HOW)
     names = ["1", "2", "3", "4"]
     assert [quarantine.enter(add(name, "same")) for name in names] == [True, False, False, False]
     released = quarantine.leave("1", completed=True)
@@ -90,67 +90,67 @@ def test_equal_requests_are_released_when_one_completes() -> None:
 
 def test_the_second_strike_blocks_for_an_hour() -> None:
     clock = Clock()
-    quarantine = Quarantine(clock)
-    quarantine.strike([b"a"], "first")
-    quarantine.check([b"a"])
-    quarantine.strike([b"a"], HOW)
+    suspects = Suspects(clock)
+    suspects.strike([b"a"], "first")
+    suspects.check([b"a"])
+    suspects.strike([b"a"], HOW)
     with pytest.raises(RequestBlocked, match=r"signal 9.*60 min") as blocked:
-        quarantine.check([b"b", b"a"])
+        suspects.check([b"b", b"a"])
     assert "again" not in str(blocked.value)
     clock.now = BLOCKED_S + 1
-    quarantine.check([b"a"])
+    suspects.check([b"a"])
 
 
 def test_completion_clears_the_strike() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a"], HOW)
+    quarantine.suspects.strike([b"a"], HOW)
     quarantine.enter(add("a"))
     quarantine.leave("a", completed=True)
-    quarantine.strike([b"a"], HOW)
-    quarantine.check([b"a"])
+    quarantine.suspects.strike([b"a"], HOW)
+    quarantine.suspects.check([b"a"])
 
 
 def test_an_abort_keeps_the_strike() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a"], HOW)
+    quarantine.suspects.strike([b"a"], HOW)
     quarantine.enter(add("a"))
     quarantine.leave("a", completed=False)
-    quarantine.strike([b"a"], HOW)
+    quarantine.suspects.strike([b"a"], HOW)
     with pytest.raises(RequestBlocked):
-        quarantine.check([b"a"])
+        quarantine.suspects.check([b"a"])
 
 
 def test_untracked_requests_get_no_strikes() -> None:
     quarantine = Quarantine()
     probe = Add(NewRequest("probe", [1], SamplingParams()))
     for _ in range(3):
-        quarantine.strike([b""], HOW)
-    quarantine.check([probe.fingerprint])
+        quarantine.suspects.strike([b""], HOW)
+    quarantine.suspects.check([probe.fingerprint])
     assert quarantine.enter(probe)
 
 
 def test_the_table_is_bounded_and_keeps_blocked_requests() -> None:
-    quarantine = Quarantine(Clock())
+    suspects = Suspects(Clock())
     for _ in range(2):
-        quarantine.strike([b"poison"], HOW)
-    quarantine.strike([str(number).encode() for number in range(2 * MAX_SUSPECTS)], HOW)
-    assert quarantine.num_suspects == MAX_SUSPECTS
+        suspects.strike([b"poison"], HOW)
+    suspects.strike([str(number).encode() for number in range(2 * MAX_SUSPECTS)], HOW)
+    assert len(suspects) == MAX_SUSPECTS
     with pytest.raises(RequestBlocked):
-        quarantine.check([b"poison"])
+        suspects.check([b"poison"])
 
 
 def test_blocked_in_flight_lists_requests_with_blocked_content() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a", b"b"], HOW)
+    quarantine.suspects.strike([b"a", b"b"], HOW)
     for each in (add("a"), add("b"), add("a2", "a")):
         quarantine.enter(each)
-    quarantine.strike([b"a"], HOW)
+    quarantine.suspects.strike([b"a"], HOW)
     assert list(quarantine.blocked_in_flight()) == ["a", "a2"]
 
 
 def test_engine_ended_clears_requests_in_flight() -> None:
     quarantine = Quarantine()
-    quarantine.strike([b"a", b"b"], HOW)
+    quarantine.suspects.strike([b"a", b"b"], HOW)
     quarantine.enter(add("a"))
     quarantine.enter(add("b"))
     assert quarantine.engine_ended(["a", "b"]) == []
@@ -162,10 +162,22 @@ def test_engine_ended_clears_requests_in_flight() -> None:
 def test_the_end_of_an_engine_releases_the_next_suspect() -> None:
     """Only one suspect runs at a time in all engines."""
     quarantine = Quarantine()
-    quarantine.strike([b"a", b"b", b"c"], HOW)
+    quarantine.suspects.strike([b"a", b"b", b"c"], HOW)
     assert quarantine.enter(add("a"))
     assert not quarantine.enter(add("b"))
     assert not quarantine.enter(add("c"))
     assert [each.request.request_id for each in quarantine.engine_ended(["a"])] == ["b"]
     assert quarantine.engine_ended(["unknown"]) == []
     assert quarantine.is_held("c")
+
+
+def test_clients_share_strikes_and_hold_their_own_requests() -> None:
+    suspects = Suspects()
+    own, other = Quarantine(suspects), Quarantine(suspects)
+    suspects.strike([b"a", b"b"], HOW)
+    assert own.enter(add("1", "a"))
+    assert other.enter(add("2", "b"))
+    assert not other.enter(add("3", "a"))
+    assert own.leave("1", completed=True) == []
+    assert [each.request.request_id for each in other.leave("2", completed=False)] == ["3"]
+    assert (b"a" in suspects, b"b" in suspects) == (False, True)

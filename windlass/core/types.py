@@ -51,6 +51,7 @@ class NewRequest:
     generated: tuple[
         int, ...
     ] = ()  # output tokens of another engine: the request goes on after them
+    fingerprint: bytes = b""  # of its content, if several models may answer it
 
 
 class SlotInit(NamedTuple):

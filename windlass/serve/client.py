@@ -40,7 +40,7 @@ from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox, next_output
 from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import refusal_error
-from windlass.serve.quarantine import Quarantine, fingerprint
+from windlass.serve.quarantine import Quarantine, Suspects, fingerprint
 from windlass.serve.replica import Replica
 from windlass.serve.routing import PrefixRouter
 from windlass.serve.supervisor import EngineLaunch
@@ -186,7 +186,7 @@ class EngineClient:
     def on_end(self, replica: Replica, how: str, running: frozenset[bytes]) -> None:
         """Resend or fail the requests of an engine that ended."""
         quarantine = self._quarantine
-        quarantine.strike(running, how)
+        self.suspects.strike(running, how)
         if self.handovers is not None and self._up:
             for request_id in self.handovers.in_transfer(replica.index):
                 self._decode(request_id, None, PREFILL_DIED)
@@ -316,6 +316,10 @@ class EngineClient:
         tracked: bool,
         replica: Replica | None,
     ) -> None:
+        adds = [
+            messages.Add(request, fingerprint(request) if tracked else b"") for request in requests
+        ]
+        self.suspects.check(add.fingerprint for add in adds)
         if replica is not None:
             replica.supervisor.check_running()
         elif not self._up:
@@ -326,10 +330,6 @@ class EngineClient:
                     f"request_id {request.request_id!r} is in use by a running request.",
                     "request_id",
                 )
-        adds = [
-            messages.Add(request, fingerprint(request) if tracked else b"") for request in requests
-        ]
-        self._quarantine.check(add.fingerprint for add in adds)
         for add in adds:
             flight = _Flight(add, inbox, is_pinned=replica is not None)
             self._flights[add.request.request_id] = flight
@@ -450,7 +450,7 @@ class EngineClient:
 
     def on_step_failed(self, failed: messages.StepFailed) -> None:
         """Give the requests of a failed step a strike; the engine reports the error of its own ones."""
-        self._quarantine.strike(failed.fingerprints, f"a step failed with {failed.error}")
+        self.suspects.strike(failed.fingerprints, f"a step failed with {failed.error}")
         for request_id, blocked in self._quarantine.blocked_in_flight().items():
             if self._quarantine.is_held(request_id):
                 self._flights[request_id].inbox.put(blocked)
@@ -573,6 +573,14 @@ class EngineClient:
             unload.add_done_callback(self._unloads.discard)
 
     # ---- state -------------------------------------------------------------------------------
+
+    @property
+    def suspects(self) -> Suspects:
+        return self._quarantine.suspects
+
+    @suspects.setter
+    def suspects(self, shared: Suspects) -> None:
+        self._quarantine.suspects = shared
 
     @property
     def adapter_names(self) -> Collection[str]:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from windlass.core.card import ModelCard
 from windlass.core.types import BATCH_PRIORITY
-from windlass.errors import EngineError, RequestError
+from windlass.errors import EngineError, RequestBlocked, RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.beam_response import BeamResponse
@@ -79,6 +79,7 @@ class Exchange:
     ticket: Ticket
     sender: Sender
     allowed_s: float | None  # from its arrival to its deadline
+    content: bytes | None = None  # identifies it to all models; None: one model may answer
 
     def degraded(self, tier: FallbackTier | None) -> Exchange:
         """The same for a step of the chain of --fallback; None: for the server's own model."""
@@ -263,6 +264,7 @@ class Generation:
             )
             if services.fallbacks is None:
                 return await self._answer(exchange, services)
+            exchange = replace(exchange, content=body.content())
             asked = call.options.fallback, fallback_header(request)
             mode = mode_of(tenant.fallback, *asked, is_batch=is_batch)
             return await self._answer_with(services.fallbacks, exchange, mode)
@@ -295,6 +297,8 @@ class Generation:
                 summary.fallback_model = "" if chosen is services else chosen.card.name
             try:
                 response = await self._answer(exchange.degraded(tier), chosen)
+            except RequestBlocked:
+                raise  # it has ended two engines
             except EngineError as error:
                 errors[step] = error
                 if not may_go_on(error, step) or exchange.is_late(time.monotonic()):
@@ -331,6 +335,8 @@ class Generation:
         prepared = await self._prepare(body, tenant, ticket, services)
         if exchange.allowed_s is not None:
             prepared = prepared.due_at(ticket.began + exchange.allowed_s)
+        if exchange.content is not None:
+            prepared = prepared.with_content(exchange.content)
         request.state.response_id = prepared.response_id
         headers = request_id_header(request, prepared.response_id, services.config)
         headers |= unknown_fields_header(request)

@@ -19,6 +19,7 @@ from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox
 from windlass.serve.messages import Configure
+from windlass.serve.quarantine import Suspects
 
 
 class EngineReplica(Protocol):
@@ -117,6 +118,15 @@ class EngineHandle(GenerationClient, Protocol):
     on_cache_empty: Callable[[int], None] | None
     # Called with the ids of requests whose traces were lost with their engine.
     on_traces_lost: Callable[[Collection[str]], None] | None
+
+    @property
+    def suspects(self) -> Suspects:
+        """The requests that were running when an engine ended."""
+        ...
+
+    @suspects.setter
+    def suspects(self, shared: Suspects) -> None:
+        """Share those of another handle, before any request."""
 
     @property
     def replicas(self) -> Sequence[EngineReplica]: ...

@@ -29,6 +29,7 @@ from windlass.serve.protocol import (
     ConversationRequest,
     GenerationRequest,
 )
+from windlass.serve.quarantine import hash_content
 from windlass.serve.structured import structured_of
 from windlass.serve.tenants import NO_TENANT, Tenant
 from windlass.serve.workers import Workers
@@ -86,6 +87,14 @@ class Prepared:
     def num_prompt_tokens(self) -> int:
         """Prompt tokens for the engine: a prompt counts once per completion."""
         return sum(len(request.prompt) for request in self.requests)
+
+    def with_content(self, content: bytes) -> Prepared:
+        """The same with fingerprints of this content, which requests to other models have, too."""
+        requests = (
+            replace(request, fingerprint=hash_content(b"%d %s" % (index, content)))
+            for index, request in enumerate(self.requests)
+        )
+        return replace(self, requests=tuple(requests))
 
     def due_at(self, deadline: float) -> Prepared:
         """The same with a deadline, in seconds of the monotonic clock."""

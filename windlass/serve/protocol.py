@@ -351,6 +351,19 @@ class GenerationRequest(Body, DeadlineField):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
+    # Fields that say who asks and how the answer is sent, not what is computed.
+    _NOT_CONTENT: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("model", "user", "request_id", "priority", "cache_salt", "deadline_ms", "fallback"),
+            *("stream", "stream_options", "include_cost"),
+        }
+    )
+
+    def content(self) -> bytes:
+        """What is computed for this body, by whichever model."""
+        names = type(self).model_fields.keys() - self._NOT_CONTENT
+        return self.model_dump_json(include=names, exclude_none=True).encode()
+
     @property
     def num_logprobs(self) -> int | None:
         """Requested top logprobs per token; None: no log probabilities."""

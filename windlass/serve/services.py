@@ -194,9 +194,6 @@ def make_services(
         prefix=config.metrics_prefix,
         max_tenants=config.max_metric_tenants,
     )
-    metrics.watch_engines(client.replicas)
-    if client.handovers is not None:
-        client.handovers.on_result = metrics.handover
     admission = AdmissionControl(live, client, metrics.rejected)
     costs = LiveCosts(card.name, metrics.registry, len(client.replicas))
     live.watch(lambda config: costs.set_price(config.price_per_hour))
@@ -207,15 +204,7 @@ def make_services(
     usage = make_usage_store(config, keys.are_needed)
     limits = TenantLimits(usage, metrics.rejected)
     traces = TraceStore(Charges(costs, usage, limits, model=card.name).charge)
-
-    def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
-        metrics.observe_stats(stats, last, replica)
-        admission.observe(stats, last)
-        costs.observe(stats, last, replica)
-
-    client.on_stats = on_stats
-    client.on_traces = lambda replica, arrived: traces.add(arrived, replica)
-    client.on_traces_lost = traces.lose
+    _observe(client, metrics=metrics, admission=admission, traces=traces, costs=costs)
     reports = _make_reports(live, traces, costs)
     common = make_generation_services(
         client,
@@ -230,6 +219,10 @@ def make_services(
         reloads=reloads,
         reporter=reports,
     )
+    for engine in fallback_engines:
+        if engine.client is not None:
+            # A request that has ended an engine must not end those of the chain.
+            engine.client.suspects = client.suspects
     fallbacks = _make_fallbacks(fallback_engines, common, admission=admission, reporter=reports)
     common = replace(common, fallbacks=fallbacks)
     if common.template is None:
@@ -259,6 +252,30 @@ def make_services(
         if usage is not None:
             usage.close()
         raise
+
+
+def _observe(
+    client: EngineHandle,
+    *,
+    metrics: Metrics,
+    admission: AdmissionControl,
+    traces: TraceStore,
+    costs: LiveCosts | None = None,
+) -> None:
+    """Pass on what the engines of a model report."""
+    metrics.watch_engines(client.replicas)
+    if client.handovers is not None:
+        client.handovers.on_result = metrics.handover
+
+    def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
+        metrics.observe_stats(stats, last, replica)
+        admission.observe(stats, last)
+        if costs is not None:
+            costs.observe(stats, last, replica)
+
+    client.on_stats = on_stats
+    client.on_traces = lambda replica, arrived: traces.add(arrived, replica)
+    client.on_traces_lost = traces.lose
 
 
 def _data_folder(config: ServeConfig) -> Path | None:
@@ -307,17 +324,9 @@ def _make_tier(
     traces, live = own.traces, LiveConfig(_fallback_config(own.config))
     own.live.watch(lambda config: live.set(_fallback_config(config)))
     metrics = Metrics(card.name, len(client.replicas), max_tenants=own.config.max_metric_tenants)
-    metrics.watch_engines(client.replicas)
     own.metrics.add_model(metrics, lambda: [each.health().ok for each in client.replicas])
     admission = AdmissionControl(live, client, metrics.rejected)
-
-    def on_stats(replica: int, stats: EngineStats, last: EngineStats) -> None:
-        metrics.observe_stats(stats, last, replica)
-        admission.observe(stats, last)
-
-    client.on_stats = on_stats
-    client.on_traces = lambda replica, arrived: traces.add(arrived, replica)
-    client.on_traces_lost = traces.lose
+    _observe(client, metrics=metrics, admission=admission, traces=traces)
     services = make_generation_services(
         client,
         card,
