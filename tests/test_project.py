@@ -63,8 +63,10 @@ BELOW: dict[str, set[str]] = {
     "build": {"engine", "speculative"},
     "start": {"build", "serve"},
     "outputs": {"text"},
-    "llm": {"start", "outputs"},
-    "tools": {"llm"},
+    "llm_requests": {"outputs", "serve"},
+    "llm": {"build", "llm_requests"},
+    "async_llm": {"start", "llm_requests"},
+    "tools": {"llm", "async_llm"},
     "cluster": {"tools"},
     "cli": {"cluster"},
 }

@@ -13,7 +13,7 @@ from windlass.version import __version__ as __version__
 
 _HOMES = {
     "LLM": "windlass.llm",
-    "AsyncLLM": "windlass.llm",
+    "AsyncLLM": "windlass.async_llm",
     "SamplingParams": "windlass.core.sampling",
     "BeamSearchParams": "windlass.text.beam_search",
     "StructuredOutputs": "windlass.core.structured",
@@ -35,12 +35,12 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 if TYPE_CHECKING:
+    from windlass.async_llm import AsyncLLM as AsyncLLM
     from windlass.config import EngineConfig as EngineConfig
     from windlass.config import ServeConfig as ServeConfig
     from windlass.core.sampling import SamplingParams as SamplingParams
     from windlass.core.structured import StructuredOutputs as StructuredOutputs
     from windlass.llm import LLM as LLM
-    from windlass.llm import AsyncLLM as AsyncLLM
     from windlass.text.beam_search import BeamSearchParams as BeamSearchParams
 
 

@@ -20,9 +20,9 @@ import pytest
 
 from tests.parallel.ranks import rank_processes
 from tests.parallel.test_tensor_parallel import GREEDY, PROMPTS, folder, make, tokens
+from windlass.async_llm import AsyncLLM
 from windlass.core.types import StepResult
 from windlass.errors import EngineError, WorkerDied
-from windlass.llm import AsyncLLM
 from windlass.parallel.groups import connect
 from windlass.parallel.mesh import Mesh
 from windlass.parallel.place import Place

@@ -109,7 +109,7 @@ def test_the_decode_engine_computes_less_than_a_block(apart: Server) -> None:
         )
     )
     assert apart.client.replicas[0].stats.num_prompt_tokens_computed == computed[0] + num_prompt
-    assert explained(apart, reply)["handover"]["seconds"] < 5
+    assert explained(apart, reply)["handover"]["seconds"] > 0
 
 
 def test_many_requests_at_once(apart: Server, together: Server) -> None:

@@ -99,7 +99,7 @@ class BeamSearch:
         vocab_size: int,
     ) -> None:
         """`prompt`: the request whose prompt is continued; its sampling params are not used."""
-        self._prompt = prompt
+        self.prompt = prompt
         self._params = params
         self._stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -129,7 +129,7 @@ class BeamSearch:
 
     def requests(self) -> list[NewRequest]:
         """One request per beam, for its next token."""
-        prompt = self._prompt
+        prompt = self.prompt
         return [
             NewRequest(
                 request_id=f"{prompt.request_id}-{self._length}-{i}",  # see `search_of`
