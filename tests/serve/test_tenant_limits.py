@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from windlass.serve.problems import BudgetExceeded, NotAllowed, RateLimited
+from windlass.serve.problems import BudgetExceeded, NotAllowed, RateLimited, StorageError
 from windlass.serve.tenant_limits import TenantLimits
 from windlass.serve.tenants import Budget, Tenant
-from windlass.serve.usage import Numbers, UsageKey, UsageStore
+from windlass.serve.usage import Numbers, UsageKey, UsageQuery, UsageStore
 
 
 class Clock:
@@ -127,6 +128,56 @@ def test_budgets_are_read_from_the_store_and_begin_again(tmp_path: Path, clock: 
     store.add(UsageKey("a", "k", "m"), Numbers(usd=0.25))
     assert (store.spent("a", budget), store.spent("a", monthly)) == (0.25, pytest.approx(1.45))
     store.close()
+
+
+_FAULT = "CREATE TEMP TRIGGER full BEFORE INSERT ON usage BEGIN SELECT RAISE(FAIL, 'full'); END"
+
+
+async def _usage_of_a_full_disk(path: Path, clock: Clock) -> UsageStore:
+    """A store with two sums in memory, of which it may keep as many, and a third that is lost."""
+    store = UsageStore(path, clock, max_pending=2)
+    store.add(UsageKey("a", "k", "m"), Numbers(requests=1, output_tokens=7))
+    await store.write()
+    store._database.run_blocking(lambda connection: connection.execute(_FAULT))
+    for tenant in ("a", "b", "a", "c"):
+        store.add(UsageKey(tenant, "k", "m"), Numbers(requests=1, output_tokens=1, usd=0.5))
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            await store.write()
+    return store
+
+
+def test_usage_is_kept_in_memory_up_to_a_bound(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.now = 86_400 * 45 + 3_600
+
+    async def body() -> None:
+        store = await _usage_of_a_full_disk(tmp_path / "usage.sqlite", clock)
+        assert (store.num_write_errors, store.num_unwritten_requests) == (3, 3)
+        assert store.num_lost_requests == 1
+        assert store.spent("c", Budget(usd=1.0, per="day")) == 0.5  # budgets count it
+        query = UsageQuery(since=0, until=clock.now + 1, tenant="a")
+        for bucket, start in (
+            ("hour", clock.now),
+            ("day", 86_400 * 45),
+            ("month", 86_400 * 31),
+        ):
+            [(at, key, numbers)] = await store.read(query._replace(bucket=bucket))
+            assert (at, key.tenant, numbers.requests, numbers.output_tokens) == (start, "a", 3, 9)
+        assert [text for text in caplog.messages if "cannot be written" in text] == [
+            caplog.messages[1]
+        ]
+        assert "usage is lost" in caplog.messages[0]
+        store._database.run_blocking(lambda connection: connection.execute("DROP TRIGGER full"))
+        await store.write()
+        assert (store.num_unwritten_requests, len(caplog.messages)) == (0, 3)
+        assert "written again" in caplog.messages[2]
+        found = await store.read(query._replace(tenant=None))
+        assert [(key.tenant, numbers.requests) for _, key, numbers in found] == [("a", 3), ("b", 1)]
+        store.close()
+
+    asyncio.run(body())
 
 
 def test_priorities() -> None:

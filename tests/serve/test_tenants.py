@@ -363,6 +363,46 @@ def test_usage_and_budgets_survive_kill_9_and_sighup_reads_the_file(tmp_path: Pa
         assert {row["tenant"]: row["requests"] for row in rows} == stored(tmp_path)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of file sizes")
+def test_usage_waits_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+    import resource
+
+    keys_file = write_tenants(tmp_path / "keys.json", {"boss": {"admin": True}, "shop": {}})
+    with process(tmp_path, keys_file) as (started, http):
+        http.headers.update(bearer("shop"))
+
+        def complete() -> int:
+            return http.post("/v1/completions", json=BODY).status_code
+
+        def metric(name: str) -> float:
+            return metric_of(http.get("/metrics").text, f"windlass:usage_{name}")
+
+        def limit(max_bytes: int) -> None:
+            resource.prlimit(
+                started.pid, resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY)
+            )
+
+        assert complete() == 200
+        wait_until(lambda: stored(tmp_path) == {"shop": 1})
+        limit(1)
+        assert [complete() for _ in range(5)] == [200] * 5
+        wait_until(lambda: metric("write_errors_total") > 2)
+        wait_until(lambda: metric("unwritten_requests") == 5)
+        assert stored(tmp_path) == {"shop": 1}
+        rows = http.get("/v1/usage").json()["data"]
+        assert [row["requests"] for row in rows] == [6]
+        limit(resource.RLIM_INFINITY)
+        wait_until(lambda: metric("unwritten_requests") == 0)
+        assert stored(tmp_path) == {"shop": 6}
+        assert metric("lost_requests_total") == 0
+
+
+def metric_of(text: str, name: str) -> float:
+    """The value of a metric without labels beside the model."""
+    [line] = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return float(line.rpartition(" ")[2])
+
+
 def stored(folder: Path) -> dict[str, int]:
     """The requests by tenant that are on disk."""
     with sqlite3.connect(f"file:{folder / 'usage.sqlite'}?mode=ro", uri=True) as connection:

@@ -35,7 +35,7 @@ from windlass.serve.request_log import RequestReports, SpanExporter
 from windlass.serve.sleep import Sleeper
 from windlass.serve.tenant_limits import Limits, TenantLimits
 from windlass.serve.trace_store import Traces, TraceStore
-from windlass.serve.usage import UsageStore, make_usage_store
+from windlass.serve.usage import UsageMetrics, UsageStore, make_usage_store
 from windlass.serve.workers import Workers
 from windlass.text.parsing.registry import choose_format
 from windlass.text.scoring import ScoreTemplate, Scoring
@@ -202,6 +202,8 @@ def make_services(
     if config.keys_file is not None:
         reloads.add("keys file", keys.reload)
     usage = make_usage_store(config, keys.are_needed)
+    if usage is not None:
+        metrics.registry.register(UsageMetrics(usage, card.name))
     limits = TenantLimits(usage, metrics.rejected)
     traces = TraceStore(Charges(costs, usage, limits, model=card.name).charge)
     _observe(client, metrics=metrics, admission=admission, traces=traces, costs=costs)
