@@ -41,6 +41,7 @@ BELOW: dict[str, set[str]] = {
     "start_log": set(),
     "child_process": set(),
     "folders": {"errors"},
+    "machine": set(),
     "pages": {"errors"},
     "settings": {"errors"},
     "speculative_config": {"settings"},
@@ -52,7 +53,7 @@ BELOW: dict[str, set[str]] = {
     "tiers": {"core", "folders"},
     "text": {"core", "child_process"},
     "serve": {"engine", "pages", "text"},
-    "kernels": {"config", "folders", "start_log"},
+    "kernels": {"config", "folders", "machine", "start_log"},
     "parallel": {"config", "child_process"},
     "quant": {"kernels"},
     "layers": {"quant", "parallel"},
@@ -183,10 +184,11 @@ for name in sys.argv[1:]:
 def test_scheduler_and_server_import_without_torch() -> None:
     packages = {"errors", "settings", "speculative_config", "lora_config", "config"}
     packages |= {"parallel_config"}
-    packages |= {"child_process", "core", "engine", "serve", "text", "tiers"}
+    packages |= {"child_process", "core", "engine", "machine", "serve", "text", "tiers"}
     names = [module_name(path) for path in PACKAGE]
     chosen = [name for name in names if package_of(name) in packages]
     chosen += ["windlass", "windlass.build", "windlass.llm", "windlass.cli.main"]
+    chosen += [name for name in names if name.startswith("windlass.tools.doctor")]
     command = [sys.executable, "-c", _REFUSE_TORCH, *chosen]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

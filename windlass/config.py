@@ -109,7 +109,8 @@ class ModelConfig:
     )
     num_threads: int = option(
         AUTO,
-        "CPU threads of the computation of each process; -1: one per core, divided among the processes.",
+        "CPU threads of the computation of each process; -1: one per physical core of a NUMA node, divided "
+        "among the processes, within the CPU quota.",
     )
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class ModelConfig:
         if self.num_threads > MAX_THREADS:
             raise ConfigError(
                 f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}. Omit "
-                "it to use one thread per core."
+                "it to use one thread per physical core."
             )
         if self.quantize_head and self.quantization is None:
             raise ConfigError(

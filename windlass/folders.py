@@ -29,6 +29,13 @@ def cache_dir() -> Path:
     return base / "windlass"
 
 
+def triton_cache_dir() -> Path:
+    """The folder of kernels that Triton compiled, as Triton finds it."""
+    own = os.environ.get("TRITON_CACHE_DIR")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(own) if own else home / ".triton" / "cache"
+
+
 def cache_folder(name: str) -> Path:
     """Return a subfolder of the cache that no other user can write; create it if missing."""
     folder = cache_dir() / name
@@ -56,10 +63,8 @@ def check_private(*paths: Path, variable: str = _VARIABLE, use: str = "runs comp
     A path that does not exist passes. Files that root owns are trusted. `variable`: names the folder;
     `use`: of the files in it.
     """
-    if sys.platform == "win32":
-        return
     for path in paths:
-        found = _weakness(path)
+        found = find_weakness(path)
         if found is not None:
             each, problem = found
             raise ConfigError(
@@ -70,8 +75,13 @@ def check_private(*paths: Path, variable: str = _VARIABLE, use: str = "runs comp
             )
 
 
-def _weakness(path: Path) -> tuple[Path, str] | None:
-    """Where and how another user could change or replace a file; None if no user could."""
+def find_weakness(path: Path) -> tuple[Path, str] | None:
+    """Where and how another user could change or replace a file; None if no user could.
+
+    Windows is not checked: its access control lists are no modes.
+    """
+    if sys.platform == "win32":
+        return None
     try:
         problem = writable_by_others(path.stat())
     except OSError:  # missing or unreadable, so nothing can be loaded from it

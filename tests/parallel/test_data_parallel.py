@@ -23,6 +23,7 @@ from tests.system.server import Server, serving
 from windlass import LLM, AsyncLLM, SamplingParams
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.machine.topology import Core, Topology
 from windlass.runner import device
 from windlass.runner.device import claim_devices
 
@@ -239,7 +240,8 @@ def test_each_replica_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_num_cores", lambda: 8)
+    cores = tuple(Core(0, (number,)) for number in range(8))
+    monkeypatch.setattr(device, "read_topology", lambda: Topology(cores, 8, 8, 1))
     config = EngineConfig.of(device="cpu", data_parallel_size=4)
     claim_devices(config, 3)
     before = torch.get_num_threads()
@@ -249,7 +251,7 @@ def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.M
         torch.set_num_threads(before)
     assert config.limits("cpu").memory_share == EngineConfig().limits("cpu").memory_share / 4
     assert config.limits("cuda").memory_share == EngineConfig().limits("cuda").memory_share
-    with pytest.raises(ConfigError, match="at least one CPU core, and 8 are allowed"):
+    with pytest.raises(ConfigError, match="at least one CPU, and 8 are allowed"):
         claim_devices(EngineConfig.of(device="cpu", data_parallel_size=9), 0)
 
 

@@ -16,6 +16,7 @@ from tests.security.processes import server_process
 from tests.serve.fakes import CARD
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
+from windlass.folders import triton_cache_dir
 from windlass.kernels import triton
 from windlass.serve.batch.store import Store
 from windlass.serve.listener import bind
@@ -100,7 +101,7 @@ def test_files_of_other_users_are_refused(tmp_path: Path) -> None:
 def test_tritons_cache_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "triton"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    assert triton.cache_dir() == cache
+    assert triton_cache_dir() == cache
     triton.check_cache()
     assert mode_of(cache) == 0o700
     cache.chmod(0o777)
@@ -108,7 +109,7 @@ def test_tritons_cache_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         triton.check_cache()
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    assert triton.cache_dir() == tmp_path / ".triton" / "cache"
+    assert triton_cache_dir() == tmp_path / ".triton" / "cache"
 
 
 _RANKS = """

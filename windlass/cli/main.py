@@ -12,6 +12,7 @@ from windlass.cli.cache import app as cache
 from windlass.cli.chat import chat
 from windlass.cli.cluster import app as cluster
 from windlass.cli.command import PanelCommand, register
+from windlass.cli.doctor import doctor
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
 from windlass.cli.generate import generate
@@ -81,6 +82,7 @@ register(app, quantize, QUANTIZE_OPTIONS)
 register(app, train_draft, TRAIN_DRAFT_OPTIONS)
 register(app, tune, TUNE_OPTIONS)
 add_remote(app)
+app.command("doctor", cls=PanelCommand)(doctor)
 app.command("keys", cls=PanelCommand)(keys)
 app.command("balance-experts", cls=PanelCommand)(balance_experts)
 app.add_typer(bench, name="bench")

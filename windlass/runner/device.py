@@ -13,6 +13,8 @@ from windlass.config import AUTO, CacheConfig, EngineConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
+from windlass.machine.cgroup import memory_limit
+from windlass.machine.topology import read_topology, share_cpus
 from windlass.models.hparams import HParams
 from windlass.models.network import kv_layout
 from windlass.parallel.mesh import Mesh
@@ -149,11 +151,11 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
     option, ranks = f"--data-parallel-size {parallel.data_parallel_size}", parallel.ranks_per_node
     num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
-        cores = _num_cores()
-        if parallel.data_parallel_size > cores:
+        cpus = read_topology().num_usable_cpus
+        if parallel.data_parallel_size > cpus:
             raise ConfigError(
-                f"{option}: a replica needs at least one CPU core, and {cores} are allowed. Use at "
-                f"most {cores} replicas."
+                f"{option}: a replica needs at least one CPU, and {cpus} are allowed. Use at "
+                f"most {cpus} replicas."
             )
         return
     if parallel.processes_per_node > num_gpus:
@@ -200,34 +202,21 @@ def choose_threads(config: ModelConfig, num_processes: int = 1) -> ThreadChoice:
     steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
     of each engine use its own pool.
     """
-    cores = _num_cores()
-    count = max(1, cores // num_processes) if config.num_threads == AUTO else config.num_threads
-    torch.set_num_threads(count)
-    shared = f", shared by {num_processes} processes" if num_processes > 1 else ""
-    reason = f"{cores} cores are allowed{shared}" if config.num_threads == AUTO else "as set"
-    return ThreadChoice(count, reason)
-
-
-def _num_cores() -> int:
-    """Cores by affinity, capped by a container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, period = quota.read_text().split()[:2]
-        if limit != "max":
-            cores = min(cores or 1, max(1, int(limit) // int(period)))
-    return cores or 1
+    if config.num_threads == AUTO:
+        share = share_cpus(read_topology(), count=num_processes)
+        threads = ThreadChoice(share.num_threads, share.reason)
+    else:
+        threads = ThreadChoice(config.num_threads, "as set")
+    torch.set_num_threads(threads.count)
+    return threads
 
 
 def free_bytes(device: torch.device) -> int:
     """Free memory on the device, within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = _from_proc("/proc/meminfo", "MemAvailable")
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (maximum := limit.read_text().strip()) != "max":
-        free = min(free, int(maximum) - int(used.read_text()))
-    return max(0, free)
+    free, limit = _from_proc("/proc/meminfo", "MemAvailable"), memory_limit()
+    return free if limit is None else min(free, limit.free_bytes)
 
 
 def whole_bytes(device: torch.device) -> int:

@@ -75,11 +75,34 @@ def load(
     folder: Path | None = None, extra_flags: Sequence[str] = (), sources: Path = SOURCES
 ) -> Native:
     """Load the library from `folder` (default: the user's cache), compiled if it is not there."""
+    cache = (folder or cache_dir()) / "native"
+    compilers, problems = find_compilers()
+    found = cached_library(folder, extra_flags, sources, compilers)
+    if found is not None:
+        return found
+    flags = (*_FLAGS, *machine_flags(), *extra_flags)
+    stem = _stem(flags, sources)
+    for compiler in compilers:
+        try:
+            path = cache / f"{stem}-{_digest(compiler.version)}.so"
+            return _build(_Build(compiler, flags, sources), path)
+        except NativeUnavailable as error:
+            problems.append(str(error))
+    raise NativeUnavailable("no native kernels: " + "; ".join(problems))
+
+
+def cached_library(
+    folder: Path | None = None,
+    extra_flags: Sequence[str] = (),
+    sources: Path = SOURCES,
+    compilers: Sequence[Compiler] | None = None,
+) -> Native | None:
+    """The library that `load` finds without compiling; None: it will compile one, or there is none."""
     folder = (folder or cache_dir()) / "native"
     check_private(folder.parent, folder)
-    flags = (*_FLAGS, *machine_flags(), *extra_flags)
-    stem = _digest(*_texts(sources), *flags, cpu_identity())
-    compilers, problems = find_compilers()
+    stem = _stem((*_FLAGS, *machine_flags(), *extra_flags), sources)
+    if compilers is None:
+        compilers, _ = find_compilers()
     for compiler in compilers:
         path = folder / f"{stem}-{_digest(compiler.version)}.so"
         if (found := _open(path, "from the cache")) is not None:
@@ -88,13 +111,11 @@ def load(
         for path in sorted(folder.glob(f"{stem}-*.so")):
             if (found := _open(path, "from the cache; there is no compiler now")) is not None:
                 return found
-    for compiler in compilers:
-        try:
-            path = folder / f"{stem}-{_digest(compiler.version)}.so"
-            return _build(_Build(compiler, flags, sources), path)
-        except NativeUnavailable as error:
-            problems.append(str(error))
-    raise NativeUnavailable("no native kernels: " + "; ".join(problems))
+    return None
+
+
+def _stem(flags: Sequence[str], sources: Path) -> str:
+    return _digest(*_texts(sources), *flags, cpu_identity())
 
 
 def cpu_identity() -> str:

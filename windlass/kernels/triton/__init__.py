@@ -6,22 +6,13 @@ Triton loads compiled code from its own cache, so that folder is checked before 
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
 
-from windlass.folders import check_private
-
-
-def cache_dir() -> Path:
-    """The folder of compiled kernels, as Triton finds it."""
-    own = os.environ.get("TRITON_CACHE_DIR")
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(own) if own else home / ".triton" / "cache"
+from windlass.folders import check_private, triton_cache_dir
 
 
 def check_cache() -> None:
     """Raise ConfigError if another user could have written compiled kernels; creates the folder."""
-    folder = cache_dir()
+    folder = triton_cache_dir()
     with contextlib.suppress(OSError):  # a folder that cannot be made holds no code
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -123,10 +123,10 @@ def _commit() -> str:
 
 def hardware() -> str:
     """Describe the machine."""
-    return f"{_cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
+    return f"{cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         fields = dict(

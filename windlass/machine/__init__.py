@@ -1,0 +1,1 @@
+"""What the operating system grants this process: CPUs by core and NUMA node, cgroup limits. No torch."""

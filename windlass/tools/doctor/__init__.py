@@ -1,0 +1,1 @@
+"""`windlass doctor`: what the machine has, what Windlass will use, and known problems. Runs without torch."""
