@@ -29,7 +29,7 @@ from windlass.errors import EngineError, RequestError, UnsupportedError, WorkerD
 from windlass.serve.adapter_registry import AdapterRegistry, Change
 from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
-from windlass.serve.inbox import Inbox, next_output
+from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.messages import Configure
 
 _log = logging.getLogger("windlass.cluster")
@@ -89,7 +89,7 @@ class _Flight:
     has_output: bool = False
 
 
-class FleetClient:
+class FleetClient(InboxReader):
     """Owns the requests of one ingress to one model. One event loop, one thread."""
 
     def __init__(self, model: Model, handle: DeploymentHandle[Any]) -> None:
@@ -278,22 +278,12 @@ class FleetClient:
         is_last = bool(frame.outputs) and frame.outputs[-1].finish is not None
         return is_last or frame.error is not None
 
-    async def next(self, inbox: Inbox) -> Output | None:
-        """Wait for the next output; None: all requests have ended. Raises an error of any of them."""
-        return await next_output(inbox, self.ended)
-
-    def drop(self, inbox: Inbox) -> None:
-        """Abort the requests of the inbox that have not ended."""
-        for request_id in list(inbox.open_ids):
-            self.abort(request_id)
-
-    def abort(self, request_id: str, completed: bool = False) -> None:
-        """Abort one request; it has no further outputs. Unknown ids are ignored."""
+    def _inbox_of(self, request_id: str) -> Inbox | None:
         flight = self._flights.get(request_id)
-        if flight is None:
-            return
-        self.ended(request_id, completed)
-        flight.inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
+        return None if flight is None else flight.inbox
+
+    def _tell_abort(self, _request_id: str, _completed: bool) -> None:
+        """Do nothing: `ended` cancels the call to the replica."""
 
     def ended(self, request_id: str, _completed: bool) -> None:
         """Forget a request; one that still runs is aborted."""

@@ -37,7 +37,7 @@ from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
 from windlass.serve.handover import PREFILL_DIED, Handovers, SplitPolicy
 from windlass.serve.health import Backlog, Health, RestartPolicy
-from windlass.serve.inbox import Inbox, next_output
+from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.loop import Build, Prepare
 from windlass.serve.process import refusal_error
 from windlass.serve.quarantine import Quarantine, Suspects, fingerprint
@@ -65,7 +65,7 @@ class _Flight:
     is_pinned: bool = False  # must run on this replica
 
 
-class EngineClient:
+class EngineClient(InboxReader):
     """Owns the replicas and the requests in flight. One event loop, one thread.
 
     `build` is pickled and called in each engine process; it returns the engine and its report.
@@ -274,15 +274,6 @@ class EngineClient:
         finally:
             self.drop(inbox)
 
-    async def next(self, inbox: Inbox) -> Output | None:
-        """Wait for the next output; None: all requests have ended. Raises an error of any of them."""
-        return await next_output(inbox, self.ended)
-
-    def drop(self, inbox: Inbox) -> None:
-        """Abort the requests of the inbox that have not ended."""
-        for request_id in list(inbox.open_ids):
-            self.abort(request_id)
-
     def submit(
         self,
         requests: Sequence[NewRequest],
@@ -389,18 +380,14 @@ class EngineClient:
         flight.replica = self.replicas[chosen]
         flight.replica.add([messages.Add(request, flight.add.fingerprint, blocks)])
 
-    def abort(self, request_id: str, completed: bool = False) -> None:
-        """Abort one request; it has no further outputs. Unknown ids are ignored.
-
-        `completed`: the caller has all the output it needs, so the request counts as successful.
-        """
+    def _inbox_of(self, request_id: str) -> Inbox | None:
         flight = self._flights.get(request_id)
-        if flight is None:
-            return
+        return None if flight is None else flight.inbox
+
+    def _tell_abort(self, request_id: str, _completed: bool) -> None:
+        flight = self._flights[request_id]
         if flight.replica is not None and not flight.has_finished:
             flight.replica.abort(request_id)
-        self.ended(request_id, completed)
-        flight.inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
     def abort_all(self, error: EngineError) -> None:
         """End every request in flight with `error`."""

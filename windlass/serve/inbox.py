@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -71,21 +72,49 @@ class Inbox:
         return self._items.popleft()
 
 
-async def next_output(inbox: Inbox, ended: Callable[[str, bool], None]) -> Output | None:
-    """Wait for the next output; None: all requests have ended. Raises an error of any of them.
+class InboxReader(ABC):
+    """Reads and aborts requests in flight, wherever their engine runs; a subclass sends them."""
 
-    `ended` is called with the id of a request that has ended, and whether it completed; it removes
-    the id from the inbox.
-    """
-    while inbox.open_ids:
-        item = await inbox.get()
-        if isinstance(item, EngineError):
-            raise item
-        if item.request_id not in inbox.open_ids:
-            continue
-        if item.finish is not None:
-            ended(item.request_id, item.finish in ("stop", "length"))
-            if item.error is not None or item.finish in ("error", "abort"):
-                raise item.exception()
-        return item
-    return None
+    @abstractmethod
+    def _inbox_of(self, request_id: str) -> Inbox | None:
+        """The inbox of a request in flight; None: there is no such request."""
+
+    @abstractmethod
+    def _tell_abort(self, request_id: str, completed: bool) -> None:
+        """Tell the engine that a request is aborted, before `ended`."""
+
+    @abstractmethod
+    def ended(self, request_id: str, completed: bool) -> None:
+        """Forget a request that has ended, and remove its id from its inbox."""
+
+    async def next(self, inbox: Inbox) -> Output | None:
+        """Wait for the next output; None: all requests have ended. Raises an error of any of them."""
+        while inbox.open_ids:
+            item = await inbox.get()
+            if isinstance(item, EngineError):
+                raise item
+            if item.request_id not in inbox.open_ids:
+                continue
+            if item.finish is not None:
+                self.ended(item.request_id, item.finish in ("stop", "length"))
+                if item.error is not None or item.finish in ("error", "abort"):
+                    raise item.exception()
+            return item
+        return None
+
+    def drop(self, inbox: Inbox) -> None:
+        """Abort the requests of the inbox that have not ended."""
+        for request_id in list(inbox.open_ids):
+            self.abort(request_id)
+
+    def abort(self, request_id: str, completed: bool = False) -> None:
+        """Abort one request; it has no further outputs. Unknown ids are ignored.
+
+        `completed`: the caller has all the output it needs, so the request counts as successful.
+        """
+        inbox = self._inbox_of(request_id)
+        if inbox is None:
+            return
+        self._tell_abort(request_id, completed)
+        self.ended(request_id, completed)
+        inbox.put(Output(request_id, finish="abort"))  # wakes the consumer

@@ -12,7 +12,7 @@ from windlass.core.types import NewRequest, Output
 from windlass.errors import WorkerDied
 from windlass.serve import admission
 from windlass.serve.http import messages
-from windlass.serve.inbox import Inbox, next_output
+from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.metrics import Metrics, Outcome
 from windlass.serve.summary import RequestSummary
@@ -23,7 +23,7 @@ from windlass.serve.trace_store import Entry
 _REPLY_TIMEOUT_S = 10.0
 
 
-class RemoteClient:
+class RemoteClient(InboxReader):
     """Owns the requests of one worker. `send` sends a message to the server's process."""
 
     def __init__(self, state: messages.State, send: Callable[[messages.FromWorker], None]) -> None:
@@ -70,22 +70,13 @@ class RemoteClient:
         self._send(messages.Submit(list(requests), inbox.can_restart))
         return inbox
 
-    async def next(self, inbox: Inbox) -> Output | None:
-        return await next_output(inbox, self._ended)
+    def _inbox_of(self, request_id: str) -> Inbox | None:
+        return self._inboxes.get(request_id)
 
-    def drop(self, inbox: Inbox) -> None:
-        for request_id in list(inbox.open_ids):
-            self.abort(request_id)
-
-    def abort(self, request_id: str, completed: bool = False) -> None:
-        inbox = self._inboxes.get(request_id)
-        if inbox is None:
-            return
+    def _tell_abort(self, request_id: str, completed: bool) -> None:
         self._send(messages.Abort(request_id, completed))
-        self._ended(request_id, completed)
-        inbox.put(Output(request_id, finish="abort"))  # wakes the consumer
 
-    def _ended(self, request_id: str, _completed: bool) -> None:
+    def ended(self, request_id: str, _completed: bool) -> None:
         self._inboxes.pop(request_id).open_ids.discard(request_id)
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
