@@ -153,8 +153,8 @@ def serve(
             "Choose another name, or rename the base model with --served-model-name."
         )
     if fallbacks:
-        serve_config = _check_fallbacks(config, serve_config, fallbacks)
-    elif serve_config.http_workers == AUTO:
+        _check_fallbacks(config, fallbacks)
+    if serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
     client, open_card = _served(config, files, serve_config)
     started = StartConfig(engine=config, sources=sources or {})
@@ -180,19 +180,12 @@ def _served(
 
 
 def _check_fallbacks(
-    config: EngineConfig,
-    serve_config: ServeConfig,
-    fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]],
-) -> ServeConfig:
-    """Refuse engines whose memory is not planned; returns the config with one HTTP process."""
+    config: EngineConfig, fallbacks: Sequence[tuple[FallbackStep, EngineConfig | None]]
+) -> None:
+    """Refuse engines whose memory is not planned."""
     from windlass.serve.fallback import check_memory
     from windlass.serve.launch import runs_on_cpu
 
-    if serve_config.http_workers not in (AUTO, 1):
-        raise ConfigError(
-            f"--fallback needs --http-workers 1, got {serve_config.http_workers}: one process holds the "
-            "tokenizers and templates of all models."
-        )
     engines = [("the model", config)]
     for step, other in fallbacks:
         if other is not None:
@@ -209,7 +202,6 @@ def _check_fallbacks(
         if _by_share(each)
     ]
     check_memory(shares)
-    return replace(serve_config, http_workers=1)
 
 
 def _by_share(config: EngineConfig) -> bool:

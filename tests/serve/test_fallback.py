@@ -34,6 +34,7 @@ from windlass.serve.admission import AdmissionControl
 from windlass.serve.client import EngineClient
 from windlass.serve.fallback import (
     FallbackStep,
+    Forecast,
     check_memory,
     first_step,
     mode_of,
@@ -338,6 +339,40 @@ def test_a_request_that_ends_engines_ends_two_of_the_whole_chain(
         assert server.complete(max_tokens=2).status_code == 200
 
 
+def test_http_workers_know_the_models_of_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has all tokenizers and templates; the server's process has all engines."""
+    steps = [fake_part("small", "small,max_tokens=5"), FallbackParts(parse_step("max_tokens=3"))]
+    body = {"prompt": "Hi", "max_tokens": 8, "ignore_eos": True}
+    with running(fallbacks=steps, http_workers=2) as server:
+
+        def ask(**fields: Any) -> tuple[str, int, str | None]:
+            with httpx.Client(base_url=server.url, timeout=20) as http:  # another worker each time
+                found = http.post("/v1/completions", json={**body, **fields})
+            answer = found.json()
+            num_tokens = answer["usage"]["completion_tokens"]
+            return answer["model"], num_tokens, found.headers.get("X-Windlass-Fallback")
+
+        assert ask() == ask() == ("counter", 8, None)
+        with waiting(monkeypatch, server, own_s=9.0, other_s=0.0):
+            assert ask() == ("counter", 8, None)
+            assert ask(fallback="auto") == ask(fallback="auto") == ("small", 5, "wait")
+            assert ask(deadline_ms=5_000) == ("small", 5, "deadline")
+            assert ask(fallback="none", deadline_ms=60_000) == ("counter", 8, None)
+        with waiting(monkeypatch, server, own_s=3.0, other_s=8.0):
+            assert ask(fallback="auto") == ("counter", 3, "wait")
+        assert server.metric("request_fallbacks_total", fallback_model="small") == 3
+        assert server.metric("request_success_total", model_name="small") == 3
+        assert server.metric("generation_tokens_total", model_name="small") == 15
+        with waiting(monkeypatch, server, own_s=9.0, other_s=0.0):
+            found = server.chat(max_tokens=4, fallback="auto").json()
+        explained = server.http.get(f"/v1/requests/{found['id']}/explain").json()
+        assert explained["fallback"] == {"reason": "wait", "model": "small"}
+        # Errors of an engine reach the worker, which asks the next one.
+        poison = server.chat(messages=[{"role": "user", "content": "DIE"}])
+        assert (poison.status_code, poison.json()["error"]["code"]) == (422, "request_blocked")
+        assert server.metric("requests_in_flight") == 0
+
+
 def test_the_same_name_twice_is_refused() -> None:
     with pytest.raises(AssertionError) as error, running(fallbacks=[fake_part("counter")]):
         pass
@@ -369,7 +404,17 @@ def test_the_first_step(
     expected: tuple[int, str | None],
 ) -> None:
     steps = [OWN, SHORTER, SMALL]
-    assert first_step(steps, waits, allowed_s=allowed, limit_s=limit) == expected
+    forecasts = [Forecast(each) for each in waits]
+    assert first_step(steps, forecasts, allowed_s=allowed, limit_s=limit) == expected
+
+
+def test_an_engine_that_is_down_is_not_tried_first() -> None:
+    steps = [OWN, SHORTER, SMALL]
+    down, up = Forecast(0.0, is_up=False), Forecast(3.0)
+    assert first_step(steps, [down, down, up], allowed_s=None, limit_s=None) == (2, "unavailable")
+    assert first_step(steps, [down, down, up], allowed_s=2.0, limit_s=None) == (0, None)
+    assert first_step(steps, [down, down, down], allowed_s=None, limit_s=None) == (0, None)
+    assert first_step(steps, [up, up, down], allowed_s=1.0, limit_s=None) == (0, None)
 
 
 def test_the_steps_after_an_error() -> None:
@@ -418,7 +463,6 @@ def test_steps_are_parsed() -> None:
     [
         (["--fallback", "SMALL"], "does not say how much memory"),
         (["--fallback", "SMALL,memory_share=0.9"], "sum up to more than 1"),
-        (["--fallback", "SMALL,num_blocks=20", "--http-workers", "2"], "needs --http-workers 1"),
         (["--fallback", "SMALL,num_block=20"], "num_block"),
         (["--fallback", "max_tokens=none"], "max_tokens is a number"),
         (["--fallback-wait-ms", "0"], "--fallback-wait-ms"),

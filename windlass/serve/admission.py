@@ -13,6 +13,7 @@ from typing import Protocol
 
 from windlass.core.types import EngineStats
 from windlass.errors import Overloaded, RequestError
+from windlass.serve.fallback import Forecast
 from windlass.serve.handle import EngineHandle
 from windlass.serve.health import Backlog
 from windlass.serve.live_config import LiveConfig
@@ -154,6 +155,10 @@ class AdmissionControl:
                 self._refuse(MAX_TOKENS, f"{max_tokens} prompt tokens", num_tokens=over)
         if config.slo_admission:
             self._check_ttft(backlog, num_requests, num_tokens)
+
+    def forecast(self, num_requests: int) -> Forecast:
+        """Predict how further requests would fare."""
+        return Forecast(self.predicted_wait_s(num_requests), self._client.health().ok)
 
     def predicted_wait_s(self, num_requests: int) -> float:
         """Predict how long further requests would be queued, as others finish now."""

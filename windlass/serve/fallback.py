@@ -6,6 +6,7 @@ their engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,14 @@ Reason = Literal["deadline", "wait", "queue_full", "unavailable"]
 
 # A shorter answer lowers the load, and cannot shorten a wait that is much longer than accepted.
 _MAX_SHORTER_WAITS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Whether a model would answer a request now, and how long it would be queued."""
+
+    wait_s: float = 0.0
+    is_up: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,31 +111,35 @@ def reason_of(error: EngineError) -> Reason | None:
 
 def first_step(
     steps: Sequence[FallbackStep | None],
-    waits_s: Sequence[float],
+    forecasts: Sequence[Forecast],
     *,
     allowed_s: float | None,
     limit_s: float | None,
 ) -> tuple[int, Reason | None]:
     """The step that a request begins with, and why it is not 0, the server's own model.
 
-    `steps`: None at steps that this request may not use, and at 0. `waits_s`: until each would begin
-    with it. `allowed_s`: until its deadline. `limit_s`: of the wait, None: any.
+    `steps`: None at steps that this request may not use, and at 0. `forecasts`: of each of them.
+    `allowed_s`: until its deadline. `limit_s`: of the wait, None: any.
     """
-    wait_s = waits_s[0]
+    wait_s = forecasts[0].wait_s
+    allowed_s = math.inf if allowed_s is None else allowed_s
+    limit_s = math.inf if limit_s is None else limit_s
     reason: Reason
-    if allowed_s is not None and wait_s > allowed_s:
-        reason, limit_s = "deadline", allowed_s
-    elif limit_s is not None and wait_s > limit_s:
-        reason = "wait"
+    if not forecasts[0].is_up:
+        reason, longest_s = "unavailable", allowed_s
+    elif wait_s > allowed_s:
+        reason, longest_s = "deadline", allowed_s
+    elif wait_s > limit_s:
+        reason, longest_s = "wait", wait_s
     else:
         return 0, None
-    for index, step in enumerate(steps):
+    for index, (step, forecast) in enumerate(zip(steps, forecasts, strict=True)):
         if step is None:
             continue
         if step.model is None:
             if reason == "wait" and wait_s <= _MAX_SHORTER_WAITS * limit_s:
                 return index, reason
-        elif waits_s[index] < (limit_s if reason == "deadline" else wait_s):
+        elif forecast.is_up and forecast.wait_s < longest_s:
             return index, reason
     return 0, None
 

@@ -280,10 +280,9 @@ class Generation:
         services, ticket = self._services, exchange.ticket
         steps = self._usable_steps(fallbacks, exchange, mode)
         num_requests = exchange.body.num_completions
-        queues = [fallbacks.admission, *(each.admission for each in fallbacks.tiers)]
         index, reason = first_step(
             steps,
-            [each.predicted_wait_s(num_requests) for each in queues],
+            await fallbacks.forecast(num_requests),
             allowed_s=exchange.allowed_s,
             limit_s=services.config.fallback_wait_ms / 1000 if mode == "auto" else None,
         )

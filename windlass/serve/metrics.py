@@ -251,7 +251,8 @@ class Metrics:
         """Cumulative counts of the latency histograms by upper bound; the last bound is None."""
         histograms = {"ttft": self._ttft, "tpot": self._tpot, "queue": self._queue}
         others = self.workers.samples() if self.workers is not None else ()
-        return {name: _buckets(histogram, others) for name, histogram in histograms.items()}
+        own = [each for each in others if each.labels.get(_LABEL) == self._model_name]
+        return {name: _buckets(histogram, own) for name, histogram in histograms.items()}
 
     def observe_stats(self, stats: EngineStats, last: EngineStats, replica: int = 0) -> None:
         """Add the difference of two stats of a replica's engine; a new engine counts from zero."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from windlass.serve.charges import Charges
 from windlass.serve.config_admin import ConfigAdmin, ConfigMetrics
 from windlass.serve.cost import CostTracker, LiveCosts, Price
 from windlass.serve.desk import Desk, RequestReporter
-from windlass.serve.fallback import FallbackStep
+from windlass.serve.fallback import FallbackStep, Forecast
 from windlass.serve.handle import EngineHandle, GenerationClient
 from windlass.serve.health import Health
 from windlass.serve.keys import Keys
@@ -50,7 +50,6 @@ class FallbackTier:
     """A step of the chain of --fallback that can answer requests."""
 
     step: FallbackStep
-    admission: AdmissionControl
     services: GenerationServices | None = None  # None: of the server's own model
 
 
@@ -67,9 +66,11 @@ class FallbackEngine:
 class Fallbacks:
     """The chain of --fallback."""
 
-    admission: AdmissionControl  # of the server's own model
     tiers: tuple[FallbackTier, ...]
-    engines: Mapping[str, EngineHandle]  # of the models of the chain, by name
+    # Called with a number of requests: how they would fare with the own model, and with each tier.
+    forecast: Callable[[int], Awaitable[Sequence[Forecast]]]
+    # Of the models of the chain, by name; an HTTP worker has none.
+    engines: Mapping[str, EngineHandle] = field(default_factory=dict)
 
     def choices(self) -> list[Choice]:
         """Lines of the start-up table; the engines are ready."""
@@ -126,6 +127,8 @@ class GenerationServices:
             self.template.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.fallbacks is not None:
+            self.fallbacks.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,15 @@ class Services(GenerationServices):
         """The costs; None: no --price-per-hour."""
         return self.live_costs.tracker
 
+    @property
+    def engines(self) -> list[tuple[EngineHandle, Admission]]:
+        """The engines of all models with their queues: the server's own, then those of --fallback."""
+        tiers = () if self.fallbacks is None else self.fallbacks.tiers
+        others = [each.services for each in tiers if each.services is not None]
+        clients = {} if self.fallbacks is None else self.fallbacks.engines
+        found = [(clients[each.card.name], each.admission) for each in others]
+        return [(self.client, self.admission), *found]
+
     def readiness(self) -> Health:
         """Whether a request would be answered now."""
         if self.desk.draining:
@@ -168,8 +180,6 @@ class Services(GenerationServices):
     def close(self) -> None:
         GenerationServices.close(self)
         self.prefixes.close()
-        if self.fallbacks is not None:
-            self.fallbacks.close()
         self.reports.close()
         if self.batches is not None:
             self.batches.close()
@@ -247,9 +257,7 @@ def make_services(
             usage=usage,
         )
     except BaseException:
-        common.close()  # ends the template process
-        if fallbacks is not None:
-            fallbacks.close()
+        common.close()  # ends the template processes
         reports.close()
         if usage is not None:
             usage.close()
@@ -295,11 +303,13 @@ def _make_fallbacks(
     if not engines:
         return None
     tiers: list[FallbackTier] = []
+    queues = [admission]
     clients: dict[str, EngineHandle] = {}
     names = {own.card.name, *own.card.aliases}
     for engine in engines:
         if engine.client is None or engine.card is None:
-            tiers.append(FallbackTier(step=engine.step, admission=admission))
+            tiers.append(FallbackTier(step=engine.step))
+            queues.append(admission)
             continue
         card = engine.card
         if names & {card.name, *card.aliases}:
@@ -309,27 +319,32 @@ def _make_fallbacks(
             )
         names |= {card.name, *card.aliases}
         clients[card.name] = engine.client
-        tiers.append(_make_tier(engine.step, engine.client, card, own=own, reporter=reporter))
-    return Fallbacks(admission=admission, tiers=tuple(tiers), engines=clients)
+        services = _make_tier_services(engine.client, card, own=own, reporter=reporter)
+        assert isinstance(services.admission, AdmissionControl)
+        tiers.append(FallbackTier(step=engine.step, services=services))
+        queues.append(services.admission)
+
+    async def forecast(num_requests: int) -> list[Forecast]:
+        return [each.forecast(num_requests) for each in queues]
+
+    return Fallbacks(tiers=tuple(tiers), forecast=forecast, engines=clients)
 
 
-def _make_tier(
-    step: FallbackStep,
+def _make_tier_services(
     client: EngineHandle,
     card: ModelCard,
     *,
     own: GenerationServices,
     reporter: RequestReporter,
-) -> FallbackTier:
+) -> GenerationServices:
     """Create the services of a model of --fallback, with its own template, tokenizer and queue."""
     assert isinstance(own.traces, TraceStore)
-    traces, live = own.traces, LiveConfig(_fallback_config(own.config))
-    own.live.watch(lambda config: live.set(_fallback_config(config)))
+    traces, live = own.traces, tier_config(own.live)
     metrics = Metrics(card.name, len(client.replicas), max_tenants=own.config.max_metric_tenants)
     own.metrics.add_model(metrics, lambda: [each.health().ok for each in client.replicas])
     admission = AdmissionControl(live, client, metrics.rejected)
     _observe(client, metrics=metrics, admission=admission, traces=traces)
-    services = make_generation_services(
+    return make_generation_services(
         client,
         card,
         live,
@@ -342,7 +357,13 @@ def _make_tier(
         reloads=own.reloads,
         reporter=reporter,
     )
-    return FallbackTier(step=step, admission=admission, services=services)
+
+
+def tier_config(own: LiveConfig) -> LiveConfig:
+    """The config of a model of --fallback, which follows that of the server."""
+    live = LiveConfig(_fallback_config(own.value))
+    own.watch(lambda config: live.set(_fallback_config(config)))
+    return live
 
 
 def _fallback_config(config: ServeConfig) -> ServeConfig:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
 from windlass.core.types import NewRequest, Output
 from windlass.errors import EngineError
+from windlass.serve.handle import EngineHandle
 from windlass.serve.http import messages
 from windlass.serve.http.messages import ErrorMessage
 from windlass.serve.inbox import Inbox, Item
@@ -23,15 +25,17 @@ from windlass.serve.trace_store import Entry
 class _RelayInbox(Inbox):
     """The requests of one response; its items go to the worker at once."""
 
-    __slots__ = ("_forward",)
+    __slots__ = ("_forward", "client")
 
     def __init__(
         self,
         requests: Sequence[NewRequest],
-        forward: Callable[[Inbox, Item], None],
+        client: EngineHandle,
+        forward: Callable[[_RelayInbox, Item], None],
         on_restart: Callable[[str], None] | None,
     ) -> None:
         super().__init__((request.request_id for request in requests), on_restart)
+        self.client = client  # that runs them
         self._forward = forward
 
     def put(self, item: Item) -> None:
@@ -48,12 +52,12 @@ class Broker:
     def __init__(self, services: Services, send: Callable[[list[messages.ToWorker]], None]) -> None:
         self._services = services
         self._send = send
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, _RelayInbox] = {}
         self._entries: dict[str, Entry] = {}  # of requests to report, by their first engine request
         self._searches: dict[str, Entry] = {}  # beam searches that run, by the first of them
         self._holds: dict[int, Hold] = {}
         self._outputs: list[Output] = []
-        self._failed: list[tuple[Inbox, EngineError]] = []
+        self._failed: list[tuple[_RelayInbox, EngineError]] = []
         self._flush_is_due = False
         self._replies: set[asyncio.Task[None]] = set()
 
@@ -71,11 +75,12 @@ class Broker:
                     self._services.traces.end_rounds(self._searches.pop(first_id))
             case messages.Ended(summary, first_id):
                 self._services.reports.report(summary, self._entries.pop(first_id, None))
-            case messages.Submit(requests, can_restart):
-                self._submit(requests, can_restart)
+            case messages.Submit():
+                self._submit(message)
             case messages.Abort(request_id, completed):
-                self._services.client.abort(request_id, completed)
-                self._forget(request_id)
+                if request_id in self._inboxes:  # else it had ended already
+                    self._inboxes[request_id].client.abort(request_id, completed)
+                    self._forget(request_id)
             case messages.Admit():
                 self._send([self._admit(message)])
             case messages.Release(number):
@@ -83,9 +88,14 @@ class Broker:
                 if hold is not None:  # else it was refused
                     hold.release()
             case messages.GetTraces():
-                reply = asyncio.create_task(self._reply_traces(message))
-                self._replies.add(reply)
-                reply.add_done_callback(self._replies.discard)
+                self._reply(self._reply_traces(message))
+            case messages.GetForecasts():
+                self._reply(self._reply_forecasts(message))
+
+    def _reply(self, work: Coroutine[Any, Any, None]) -> None:
+        reply = asyncio.create_task(work)
+        self._replies.add(reply)
+        reply.add_done_callback(self._replies.discard)
 
     def _admit(self, message: messages.Admit) -> messages.Admitted:
         """Count a request with the limits of its tenant now; one that is gone has none."""
@@ -100,21 +110,22 @@ class Broker:
         self._holds[message.number] = hold
         return messages.Admitted(message.number, dict(hold.headers), None)
 
-    def _submit(self, requests: list[NewRequest], can_restart: bool) -> None:
-        services = self._services
-        on_restart = self._restarted if can_restart else None
-        inbox = _RelayInbox(requests, self._forward, on_restart)
+    def _submit(self, message: messages.Submit) -> None:
+        services, requests = self._services, message.requests
+        client, admission = services.engines[message.engine]
+        on_restart = self._restarted if message.can_restart else None
+        inbox = _RelayInbox(requests, client, self._forward, on_restart)
         self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
         services.desk.hold()
         try:
             services.desk.check_open()
             num_tokens = sum(len(request.prompt) for request in requests)
-            services.admission.check(len(requests), num_tokens)
-            services.client.relay(requests, inbox)
+            admission.check(len(requests), num_tokens)
+            client.relay(requests, inbox)
         except EngineError as error:
             self._forward(inbox, error)
 
-    def _forward(self, inbox: Inbox, item: Item) -> None:
+    def _forward(self, inbox: _RelayInbox, item: Item) -> None:
         if isinstance(item, EngineError):
             self._failed.append((inbox, item))
         else:
@@ -135,7 +146,8 @@ class Broker:
         batch: list[messages.ToWorker] = [messages.Outputs(outputs)] if outputs else []
         for output in outputs:
             if output.finish is not None:
-                self._services.client.ended(output.request_id, output.finish in ("stop", "length"))
+                client = self._inboxes[output.request_id].client
+                client.ended(output.request_id, output.finish in ("stop", "length"))
                 self._forget(output.request_id)
         for inbox, error in failed:
             if lost := list(inbox.open_ids):
@@ -145,9 +157,9 @@ class Broker:
         if batch:
             self._send(batch)
 
-    def _drop(self, inbox: Inbox) -> None:
+    def _drop(self, inbox: _RelayInbox) -> None:
         for request_id in list(inbox.open_ids):
-            self._services.client.abort(request_id)
+            inbox.client.abort(request_id)
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -164,6 +176,11 @@ class Broker:
         except TraceNotFound:  # a thousand others have ended since
             traces = None
         self._send([messages.TracesReply(call.number, traces)])
+
+    async def _reply_forecasts(self, call: messages.GetForecasts) -> None:
+        assert self._services.fallbacks is not None
+        forecasts = await self._services.fallbacks.forecast(call.num_requests)
+        self._send([messages.Forecasts(call.number, list(forecasts))])
 
     def report_lost(self) -> None:
         """Report the requests that the worker has not reported: it has died."""

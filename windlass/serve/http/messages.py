@@ -13,6 +13,7 @@ from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output
 from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.serve import problems
+from windlass.serve.fallback import Forecast
 from windlass.serve.metric_samples import MetricSample
 from windlass.serve.metrics import Outcome
 from windlass.serve.problems import RateLimited, Sleeping
@@ -71,6 +72,8 @@ class Open(msgspec.Struct, tag="open", frozen=True, kw_only=True):
     request_ids: tuple[str, ...]
     path: str
     adapter: str
+    fallback: str
+    fallback_model: str
     more_rounds: bool
     key_id: str
     num_per_prompt: int
@@ -87,6 +90,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
     requests: list[NewRequest]
     can_restart: bool  # nothing is sent to the client before the requests have ended
+    engine: int  # 0: of the server's own model; then those of --fallback
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -123,6 +127,13 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     number: int
 
 
+class GetForecasts(msgspec.Struct, tag="get_forecasts", frozen=True):
+    """Asks how a request of so many completions would fare with each step of --fallback."""
+
+    number: int
+    num_requests: int
+
+
 class Received(msgspec.Struct, tag="received", frozen=True):
     """Counts a completion request, which `Finished` ends; so does the end of the worker."""
 
@@ -154,6 +165,7 @@ FromWorker = (
     | Ended
     | Admit
     | Release
+    | GetForecasts
     | Received
     | Finished
     | Samples
@@ -164,12 +176,18 @@ FromWorker = (
 # ---- to a worker -----------------------------------------------------------------------------
 
 
-class State(msgspec.Struct, tag="state", frozen=True):
-    """What a worker must know of the server; sent at the start and after each change."""
+class EngineView(msgspec.Struct, frozen=True):
+    """What a worker must know of an engine."""
 
     report: EngineReport
     max_num_seqs: int
     adapters: list[str]
+
+
+class State(msgspec.Struct, tag="state", frozen=True):
+    """What a worker must know of the server; sent at the start and after each change."""
+
+    engines: list[EngineView]  # of the server's own model, then those of --fallback
     tenants: TenantTable | None  # None: no keys file
     refusal: ErrorMessage | None  # why new requests are refused: the server drains or sleeps
     config: ServeConfig
@@ -205,6 +223,13 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     error: ErrorMessage | None
 
 
+class Forecasts(msgspec.Struct, tag="forecasts", frozen=True):
+    """The reply to `GetForecasts`."""
+
+    number: int
+    forecasts: list[Forecast]
+
+
 class Sync(msgspec.Struct, tag="sync", frozen=True):
     """Asks for `Synced`, with the current metrics."""
 
@@ -220,7 +245,16 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 ToWorker = (
-    State | Outputs | RequestsFailed | Restarted | TracesReply | Admitted | Sync | Reload | Stop
+    State
+    | Outputs
+    | RequestsFailed
+    | Restarted
+    | TracesReply
+    | Admitted
+    | Forecasts
+    | Sync
+    | Reload
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()

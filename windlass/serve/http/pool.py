@@ -24,7 +24,7 @@ from windlass.serve.http import messages
 from windlass.serve.http.broker import Broker
 from windlass.serve.http.link import Link
 from windlass.serve.http.messages import ErrorMessage
-from windlass.serve.http.worker import WorkerSetup, worker_main
+from windlass.serve.http.worker import FallbackSetup, WorkerSetup, worker_main
 from windlass.serve.metric_samples import MetricSample, add_up
 from windlass.serve.services import Services
 from windlass.serve.tenant_metrics import OTHER
@@ -162,6 +162,7 @@ class HttpWorkers:
             num_replicas=len(services.client.replicas),
             exports_traces=services.reports.exports_traces,
             max_metric_tenants=services.config.max_metric_tenants,
+            fallbacks=_fallback_setups(services),
         )
         self._workers = [self._launch(index) for index in range(services.config.http_workers)]
         self._next = itertools.cycle(range(len(self._workers)))
@@ -215,15 +216,18 @@ class HttpWorkers:
     # ---- state -------------------------------------------------------------------------------
 
     def _current_state(self) -> messages.State:
-        client, refusal = self._services.client, None
+        refusal = None
         try:
             self._services.desk.check_open()
         except EngineError as error:
             refusal = ErrorMessage.of(error)
         return messages.State(
-            report=client.report,
-            max_num_seqs=client.max_num_seqs,
-            adapters=sorted(client.adapter_names),
+            engines=[
+                messages.EngineView(
+                    client.report, client.max_num_seqs, sorted(client.adapter_names)
+                )
+                for client, _ in self._services.engines
+            ],
             tenants=self._services.keys.table,
             refusal=refusal,
             config=self._services.config,
@@ -312,6 +316,16 @@ class HttpWorkers:
         await asyncio.gather(*(worker.close() for worker in workers))
         self.listener.close()
         self._folder.cleanup()
+
+
+def _fallback_setups(services: Services) -> tuple[FallbackSetup, ...]:
+    tiers = () if services.fallbacks is None else services.fallbacks.tiers
+    return tuple(
+        FallbackSetup(each.step)
+        if each.services is None
+        else FallbackSetup(each.step, each.services.card, each.services.num_replicas)
+        for each in tiers
+    )
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

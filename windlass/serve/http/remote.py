@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
 from windlass.core.card import EngineReport
 from windlass.core.trace import RequestTrace
 from windlass.core.types import NewRequest, Output
 from windlass.errors import WorkerDied
 from windlass.serve import admission
+from windlass.serve.fallback import Forecast
 from windlass.serve.http import messages
 from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.live_config import LiveConfig
@@ -22,26 +24,32 @@ from windlass.serve.trace_store import Entry
 
 _REPLY_TIMEOUT_S = 10.0
 
+Reply = TypeVar("Reply")
+
 
 class RemoteClient(InboxReader):
-    """Owns the requests of one worker. `send` sends a message to the server's process."""
+    """Owns the requests of one worker to one engine. `send` sends a message to the server's process."""
 
-    def __init__(self, state: messages.State, send: Callable[[messages.FromWorker], None]) -> None:
+    def __init__(
+        self, state: messages.State, send: Callable[[messages.FromWorker], None], engine: int = 0
+    ) -> None:
+        """`engine`: its index in the state."""
         self.state = state
         self._send = send
+        self._engine = engine
         self._inboxes: dict[str, Inbox] = {}
 
     @property
     def adapter_names(self) -> Collection[str]:
-        return self.state.adapters
+        return self.state.engines[self._engine].adapters
 
     @property
     def report(self) -> EngineReport:
-        return self.state.report
+        return self.state.engines[self._engine].report
 
     @property
     def max_num_seqs(self) -> int:
-        return self.state.max_num_seqs
+        return self.state.engines[self._engine].max_num_seqs
 
     def check_open(self) -> None:
         """Raise if the server is draining or asleep."""
@@ -67,7 +75,7 @@ class RemoteClient(InboxReader):
         assert tracked, "the server's process sends its own probes"
         inbox = Inbox((request.request_id for request in requests), on_restart)
         self._inboxes |= dict.fromkeys(inbox.open_ids, inbox)
-        self._send(messages.Submit(list(requests), inbox.can_restart))
+        self._send(messages.Submit(list(requests), inbox.can_restart, self._engine))
         return inbox
 
     def _inbox_of(self, request_id: str) -> Inbox | None:
@@ -130,13 +138,38 @@ class RemoteMetrics(Metrics):
         self._send(messages.Finished(outcome, tenant))
 
 
+class _Calls(Generic[Reply]):
+    """Questions to the server's process, each with a number that its reply repeats."""
+
+    def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Future[Reply]] = {}
+
+    async def ask(self, question: Callable[[int], messages.FromWorker]) -> Reply:
+        """Send the question with the next number, and wait for the reply."""
+        number = next(self._numbers)
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._send(question(number))
+        try:
+            return await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise WorkerDied(f"the server did not answer in {_REPLY_TIMEOUT_S:g} s.") from None
+        finally:
+            del self._pending[number]
+
+    def answer(self, number: int, reply: Reply) -> None:
+        pending = self._pending.get(number)
+        if pending is not None and not pending.done():
+            pending.set_result(reply)
+
+
 class RemoteTraces:
     """Announces responses to the trace store of the server's process."""
 
     def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
         self._send = send
-        self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[list[RequestTrace] | None]] = {}
+        self._calls: _Calls[list[RequestTrace] | None] = _Calls(send)
 
     def open(self, entry: Entry) -> None:
         self._send(
@@ -147,6 +180,8 @@ class RemoteTraces:
                 request_ids=entry.request_ids,
                 path=entry.path,
                 adapter=entry.adapter,
+                fallback=entry.fallback,
+                fallback_model=entry.fallback_model,
                 more_rounds=entry.more_rounds,
                 key_id=entry.key_id,
                 num_per_prompt=entry.num_per_prompt,
@@ -160,20 +195,12 @@ class RemoteTraces:
         self._send(messages.EndRounds(entry.request_ids[0]))
 
     async def wait_closed(self, entry: Entry) -> list[RequestTrace] | None:
-        number = next(self._numbers)
-        reply = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._send(messages.GetTraces(number, entry.response_id, entry.owner))
-        try:
-            return await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
-        except TimeoutError:
-            raise WorkerDied(f"the server did not answer in {_REPLY_TIMEOUT_S:g} s.") from None
-        finally:
-            del self._pending[number]
+        return await self._calls.ask(
+            lambda number: messages.GetTraces(number, entry.response_id, entry.owner)
+        )
 
     def on_reply(self, reply: messages.TracesReply) -> None:
-        pending = self._pending.get(reply.number)
-        if pending is not None and not pending.done():
-            pending.set_result(reply.traces)
+        self._calls.answer(reply.number, reply.traces)
 
 
 class RemoteReports:
@@ -203,28 +230,39 @@ class RemoteLimits:
 
     def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
         self._send = send
-        self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[messages.Admitted]] = {}
+        self._calls: _Calls[messages.Admitted] = _Calls(send)
 
     async def admit(self, tenant: Tenant, num_tokens: int) -> Hold:
-        number = next(self._numbers)
-        reply = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._send(messages.Admit(number, tenant.name, num_tokens))
+        asked: list[int] = []
+
+        def question(number: int) -> messages.Admit:
+            asked.append(number)
+            return messages.Admit(number, tenant.name, num_tokens)
+
+        def release() -> None:
+            self._send(messages.Release(asked[0]))
+
         try:
-            admitted = await asyncio.wait_for(reply, _REPLY_TIMEOUT_S)
-        except TimeoutError:
-            self._send(messages.Release(number))
-            raise WorkerDied(f"the server did not answer in {_REPLY_TIMEOUT_S:g} s.") from None
-        except asyncio.CancelledError:
-            self._send(messages.Release(number))
+            admitted = await self._calls.ask(question)
+        except (WorkerDied, asyncio.CancelledError):
+            release()
             raise
-        finally:
-            del self._pending[number]
         if admitted.error is not None:
             raise admitted.error.error()
-        return Hold(lambda: self._send(messages.Release(number)), admitted.headers)
+        return Hold(release, admitted.headers)
 
     def on_reply(self, reply: messages.Admitted) -> None:
-        pending = self._pending.get(reply.number)
-        if pending is not None and not pending.done():
-            pending.set_result(reply)
+        self._calls.answer(reply.number, reply)
+
+
+class RemoteForecasts:
+    """Asks the server's process how requests would fare with the models of --fallback."""
+
+    def __init__(self, send: Callable[[messages.FromWorker], None]) -> None:
+        self._calls: _Calls[list[Forecast]] = _Calls(send)
+
+    async def get(self, num_requests: int) -> Sequence[Forecast]:
+        return await self._calls.ask(lambda number: messages.GetForecasts(number, num_requests))
+
+    def on_reply(self, reply: messages.Forecasts) -> None:
+        self._calls.answer(reply.number, reply.forecasts)

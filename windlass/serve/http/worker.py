@@ -6,7 +6,7 @@ import asyncio
 import faulthandler
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from windlass.child_process import die_with_parent, ignore_signals
@@ -14,12 +14,14 @@ from windlass.core.card import ModelCard
 from windlass.serve.acceptor import Accept
 from windlass.serve.app import create_app
 from windlass.serve.event_loop import run_loop
+from windlass.serve.fallback import FallbackStep
 from windlass.serve.http import messages
 from windlass.serve.http.forward import Dispatch, Forwarder
 from windlass.serve.http.link import Link
 from windlass.serve.http.remote import (
     RemoteAdmission,
     RemoteClient,
+    RemoteForecasts,
     RemoteLimits,
     RemoteMetrics,
     RemoteReports,
@@ -29,13 +31,29 @@ from windlass.serve.http_server import HttpServer
 from windlass.serve.keys import Keys
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.logs import inherit_logging, set_log_level
+from windlass.serve.metric_samples import MetricSample
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_worker_router
-from windlass.serve.services import GenerationServices, make_generation_services
+from windlass.serve.services import (
+    Fallbacks,
+    FallbackTier,
+    GenerationServices,
+    make_generation_services,
+    tier_config,
+)
 from windlass.serve.tls import make_tls
 
 _HEARTBEAT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackSetup:
+    """A step of --fallback; `card`: None: of the server's own model."""
+
+    step: FallbackStep
+    card: ModelCard | None = None
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +66,7 @@ class WorkerSetup:
     num_replicas: int
     exports_traces: bool
     max_metric_tenants: int
+    fallbacks: tuple[FallbackSetup, ...] = ()
 
 
 def worker_main(setup: WorkerSetup, link: socket.socket, connections: socket.socket) -> NoReturn:
@@ -65,13 +84,17 @@ class _Worker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._link = Link(self._on_frame, self._on_lost)
-        self._client: RemoteClient | None = None  # None: the first state has not arrived
+        self._clients: list[
+            RemoteClient
+        ] = []  # of each engine; empty: the first state has not arrived
         self._live: LiveConfig | None = None
         self._has_state, self._stop = asyncio.Event(), asyncio.Event()
         self._traces = RemoteTraces(self._send)
         self._limits = RemoteLimits(self._send)
+        self._forecasts = RemoteForecasts(self._send)
         self._keys: Keys | None = None  # None: the first state has not arrived
-        self._metrics = RemoteMetrics(setup.card.name, setup.max_metric_tenants, self._send)
+        self._metrics = self._make_metrics(setup.card)
+        self._all_metrics = [self._metrics]  # of each model
         self._reloads = Reloads()  # at every SIGHUP of the server's process
         self._outgoing: list[messages.FromWorker] = []
 
@@ -111,26 +134,62 @@ class _Worker:
         return 0
 
     def _make_services(self) -> GenerationServices:
-        client = self._client
-        assert client is not None
+        setup, client = self._setup, self._clients[0]
+        live = self._live = LiveConfig(client.state.config)
+        services = self._services_of(
+            client, setup.card, live, metrics=self._metrics, num_replicas=setup.num_replicas
+        )
+        services.desk.check_awake = client.check_open
+        if not setup.fallbacks:
+            return services
+        others = iter(self._clients[1:])
+        tiers = []
+        for each in setup.fallbacks:
+            of_model = None
+            if each.card is not None:
+                metrics = self._make_metrics(each.card)
+                self._all_metrics.append(metrics)
+                of_model = self._services_of(
+                    next(others),
+                    each.card,
+                    tier_config(live),
+                    metrics=metrics,
+                    num_replicas=each.num_replicas,
+                )
+            tiers.append(FallbackTier(step=each.step, services=of_model))
+        fallbacks = Fallbacks(tiers=tuple(tiers), forecast=self._forecasts.get)
+        return replace(services, fallbacks=fallbacks)
+
+    def _services_of(
+        self,
+        client: RemoteClient,
+        card: ModelCard,
+        live: LiveConfig,
+        *,
+        metrics: RemoteMetrics,
+        num_replicas: int,
+    ) -> GenerationServices:
+        """The services of one model."""
         assert self._keys is not None
-        live = LiveConfig(client.state.config)
-        services = make_generation_services(
+        return make_generation_services(
             client,
-            self._setup.card,
+            card,
             live,
-            metrics=self._metrics,
+            metrics=metrics,
             admission=RemoteAdmission(client, live),
             traces=self._traces,
-            num_replicas=self._setup.num_replicas,
+            num_replicas=num_replicas,
             reporter=RemoteReports(self._send, live, exports_traces=self._setup.exports_traces),
             keys=self._keys,
             limits=self._limits,
             reloads=self._reloads,
         )
-        services.desk.check_awake = client.check_open
-        self._live = live
-        return services
+
+    def _make_metrics(self, card: ModelCard) -> RemoteMetrics:
+        return RemoteMetrics(card.name, self._setup.max_metric_tenants, self._send)
+
+    def _samples(self) -> list[MetricSample]:
+        return [sample for metrics in self._all_metrics for sample in metrics.samples()]
 
     def _send(self, message: messages.FromWorker) -> None:
         """Send with all other messages of this turn of the event loop."""
@@ -144,7 +203,7 @@ class _Worker:
 
     async def _report_forever(self) -> None:
         while True:
-            self._send(messages.Samples(self._metrics.samples()))
+            self._send(messages.Samples(self._samples()))
             await asyncio.sleep(_HEARTBEAT_S)
 
     def _on_frame(self, frame: bytes) -> None:
@@ -154,30 +213,37 @@ class _Worker:
     def _on_message(self, message: messages.ToWorker) -> None:
         match message:
             case messages.State():
-                if self._client is None:
-                    self._client = RemoteClient(message, self._send)
+                if not self._clients:
+                    self._clients = [
+                        RemoteClient(message, self._send, engine)
+                        for engine in range(len(message.engines))
+                    ]
                     self._keys = Keys.of(message.config, message.tenants)
                     self._has_state.set()
                 assert self._keys is not None
-                self._client.state, self._keys.table = message, message.tenants
+                self._keys.table = message.tenants
+                for client in self._clients:
+                    client.state = message
                 if self._live is not None and self._live.value != message.config:
                     self._live.set(message.config)
                     set_log_level(message.config.log_level)
             case messages.Outputs(outputs):
-                assert self._client is not None
-                self._client.on_outputs(outputs)
+                for client in self._clients:
+                    client.on_outputs(outputs)
             case messages.Restarted(request_id):
-                assert self._client is not None
-                self._client.on_restarted(request_id)
+                for client in self._clients:
+                    client.on_restarted(request_id)
             case messages.RequestsFailed():
-                assert self._client is not None
-                self._client.on_failed(message)
+                for client in self._clients:
+                    client.on_failed(message)
             case messages.TracesReply():
                 self._traces.on_reply(message)
             case messages.Admitted():
                 self._limits.on_reply(message)
+            case messages.Forecasts():
+                self._forecasts.on_reply(message)
             case messages.Sync(number):
-                self._send(messages.Synced(number, self._metrics.samples()))
+                self._send(messages.Synced(number, self._samples()))
             case messages.Reload():
                 self._reloads.request()
             case messages.Stop():
