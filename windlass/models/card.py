@@ -87,8 +87,15 @@ def _card(
         special_tokens=text.special_tokens if text else {},
         default_sampling=_sampling(generation, config),
         fim=text.fim if text else None,
-        aliases=config.served_model_name[1:],
+        aliases=_aliases(config),
     )
+
+
+def _aliases(config: ModelConfig) -> tuple[str, ...]:
+    """Names in the API beside the first; "default" where a command line has it and no other name."""
+    if config.model == "default" and not config.served_model_name:
+        return ("default",)
+    return config.served_model_name[1:]
 
 
 def load_hparams(files: ModelFiles, config: ModelConfig) -> HParams:
