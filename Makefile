@@ -16,7 +16,7 @@ AUDIT := .venv-audit
 DEPLOY := .venv-deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-clients test-cluster lint lint-deploy bench sbom audit
+.PHONY: help serve test test-fast test-compile test-clients test-cluster lint lint-deploy bench sbom audit
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ FAST := tests/core tests/quant tests/test_engine.py tests/test_folders.py tests/
 
 test-fast: $(STAMP) ## Run the tests for every save, about a minute
 	$(BIN)/python -m pytest $(FAST) $(ARGS)
+
+test-compile: $(STAMP) ## Compile every case of every Triton kernel for all GPUs, without one
+	WINDLASS_COMPILE_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py $(ARGS)
 
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with client libraries, which get an environment of their own
 	$(BIN)/python -m pytest tests/clients $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.kernels.gpu import MEASURED, Gpu
 from windlass.kernels.triton import latent, latent_kernels
 
 X, F, I, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"  # noqa: E741
@@ -45,8 +46,8 @@ def decode(num_q: int, codes: str | None = None, splits: int = 8) -> tuple:
     return latent_kernels.latent_decode_kernel, paged(signature, codes), constants, options
 
 
-def prefill(num_q: int, codes: str | None = None) -> tuple:
-    options = latent._prefill_options(codes is not None)
+def prefill(num_q: int, codes: str | None = None, gpu: Gpu = MEASURED) -> tuple:
+    options = latent._prefill_options(codes is not None, gpu.shared_bytes)
     constants = {key: options.pop(key) for key in ("ROWS", "TILE")}
     constants |= {"NUM_Q": num_q, "NUM_Q_PAD": num_q, **DIMS, **ROPE}
     signature = {
@@ -69,6 +70,7 @@ LATENT = {
     "latent decode fp8 of 128 heads": decode(128, FP8, splits=1),
     "latent decode int8 of 16 heads": decode(16, "*i8"),
     "latent prefill of 16 heads": prefill(16),
+    "latent prefill of 16 heads with little shared memory": prefill(16, gpu=Gpu((8, 9))),
     "latent prefill of 128 heads": prefill(128),
     "latent prefill fp8 of 16 heads": prefill(16, FP8),
 }

@@ -119,7 +119,7 @@ def test_gpu_keeps_weights_packed_without_a_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     decision = Linears(CUDA, torch.bfloat16).decide(quantise(weight(), SCHEMES["fp8"]))
-    assert "8.0) has no fp8 GEMM" in decision.reason
+    assert "fp8 tensor cores need compute capability 8.9" in decision.reason
 
 
 def test_gpu_unpacks_small_weights() -> None:

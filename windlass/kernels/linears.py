@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.gemm import TorchGemm
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.native.linear import NativeGemm, NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
@@ -35,7 +36,6 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {
 # Elements of a weight up to which launches, not bytes, limit a GPU: a decode step of the default
 # model took 1.13 ms with packed weights and 0.72 ms with 16-bit weights (H200).
 _SMALL = 2 * 2**20
-_FP8_CAPABILITY = (8, 9)  # first CUDA compute capability with fp8 tensor cores
 _SMALL_REASON = f"unpacked: faster for weights of up to {_SMALL // 2**20} Mi elements"
 
 
@@ -131,7 +131,7 @@ class Linears:
         if self._kernels and _is_small(form, self.device):
             return Decision(ReferenceLinear(), refusals, _SMALL_REASON)
         for kernel in self._kernels:
-            why = kernel.refuse(form, self.device, self.dtype)
+            why = self._lacks() or kernel.refuse(form, self.device, self.dtype)
             if why is None:
                 return Decision(kernel, refusals)
             refusals[kernel.name] = why
@@ -165,10 +165,14 @@ class Linears:
             shape=weight.shape,
             form=describe(weight),
             kernel=kernel,
-            reason=decision.reason,
+            reason="; ".join(filter(None, (decision.reason, prepared.lacks))),
             refusals=decision.refusals,
             batch_invariant=batch_invariant,
         )
+
+    def _lacks(self) -> str | None:
+        """Why no kernel of a GPU runs on this device, or None."""
+        return gpu_of(self.device).lacks_triton() if self.device.type == "cuda" else None
 
     def share(self, gemm: PackedGemm) -> PackedGemm:
         """The packed weight of another engine, multiplied on this engine's pool and TorchGemm.
@@ -263,12 +267,11 @@ def _no_kernel(refusals: dict[str, str]) -> str:
 
 def _no_gpu_kernel(form: Packed, device: torch.device) -> str:
     """Why only the reference implementation is left on a GPU."""
-    if isinstance(form, Float8) and device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _FP8_CAPABILITY:
+    if isinstance(form, Float8) and device.type == "cuda":
+        why = gpu_of(device).lacks_fp8()
+        if why is not None:
             return (
-                f"this GPU (compute capability {capability[0]}.{capability[1]}) has no fp8 GEMM, so the "
-                "weights are dequantised on each call; int8 or int4 would be faster"
+                f"{why}, so the weights are dequantised on each call; int8 or int4 would be faster"
             )
     return f"no kernel for this form on {device.type}; dequantised on each call"
 

@@ -29,6 +29,11 @@ class Prepared(ABC):
         return held("weights", *self.tensors())
 
     @property
+    def lacks(self) -> str | None:
+        """Which variants of the kernel this GPU cannot run, and why; None: it runs all."""
+        return None
+
+    @property
     def coarse_prompts(self) -> bool:
         """Whether activations of prompt tokens are quantised more coarsely than others."""
         return False

@@ -17,6 +17,7 @@ import torch
 from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import Heads
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
 
@@ -89,7 +90,7 @@ def _triton(need: Need) -> str | None:
         return "triton is not installed"
     if need.dtype not in (torch.bfloat16, torch.float16):
         return f"written for 16-bit arithmetic, this is {str(need.dtype).removeprefix('torch.')}"
-    return None
+    return gpu_of(need.device).lacks_triton()
 
 
 def _triton_attention(need: Need) -> str | None:

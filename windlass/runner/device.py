@@ -13,6 +13,7 @@ from windlass.config import AUTO, CacheConfig, EngineConfig, ModelConfig
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
+from windlass.kernels.gpu import gpu_of
 from windlass.machine.cgroup import memory_limit
 from windlass.machine.topology import read_topology, share_cpus
 from windlass.models.hparams import HParams
@@ -74,7 +75,6 @@ class KVFormat:
 
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-_FP8_CAPABILITY = (8, 9)  # first GPUs with e4m3 instructions
 
 
 def kv_dtype(requested: str) -> torch.dtype | None:
@@ -113,11 +113,9 @@ def choose_kv_format(
         )
     kind = _KV_DTYPES[requested]
     is_fp8 = kind != torch.int8
-    if is_fp8 and triton and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise ConfigError(
-            f"--kv-cache-dtype {requested}: {torch.cuda.get_device_name(device)} cannot convert fp8 "
-            "(compute capability 8.9 or above can). Use --kv-cache-dtype int8."
-        )
+    why = gpu_of(device).lacks_fp8() if is_fp8 and triton else None
+    if why is not None:
+        raise ConfigError(f"--kv-cache-dtype {requested}: {why}. Use --kv-cache-dtype int8.")
     layout = layout_of(kind)
     reason = f"as set: {usual.block_bytes / layout.block_bytes:.2f}x the tokens of {name}"
     if is_fp8 and device.type == "cpu":

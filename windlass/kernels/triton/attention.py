@@ -15,6 +15,7 @@ from windlass.kernels.triton import chunk_attention, pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
 from windlass.kernels.triton.chunk_attention import Keys, Queries, gather, no_sums, pieces
 from windlass.kernels.triton.chunk_attention import attend as attend_to
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.norm import values_and_scales
 from windlass.kernels.triton.rope import rope_write
 
@@ -173,7 +174,7 @@ def _decode(
         split_out = queries.new_empty((*shape, dim), dtype=torch.float32)
         split_max, split_sum = queries.new_empty((2, *shape), dtype=torch.float32)
     dim_pad = triton.next_power_of_2(dim)
-    paged_decode_kernel[(count, num_kv, splits)](
+    fit(paged_decode_kernel)[(count, num_kv, splits)](
         queries,
         *((raw.rows, raw.columns) if raw is not None else (None, None)),
         rope.cos_sin,
@@ -240,7 +241,7 @@ def _prefill(
     num_q = queries.shape[1]
     group = num_q // num_kv
     dim_pad = triton.next_power_of_2(dim)
-    paged_prefill_kernel[(tiles.shape[0], num_kv)](
+    fit(paged_prefill_kernel)[(tiles.shape[0], num_kv)](
         queries,
         kv.keys,
         kv.values,

@@ -22,6 +22,7 @@ from windlass.kernels.batch import CachedContext, LayerKV, StepBatch
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention_kernels import _result
 from windlass.kernels.triton.decode_query import soft_capped
+from windlass.kernels.triton.fit import fit
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 128  # tokens of a tile
@@ -248,7 +249,7 @@ def attend(
     capped = options.soft_cap is not None
     launch = tiling(dim, rope, capped)
     tile = launch["TILE"]
-    chunk_attention_kernel[(tiles.shape[0], num_q)](
+    fit(chunk_attention_kernel)[(tiles.shape[0], num_q)](
         q,
         rotated,
         _descriptor(keys.keys, tile),

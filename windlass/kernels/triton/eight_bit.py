@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Float8, Int8Group, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
 _OUTPUTS, _BLOCK_K = 64, 128
@@ -131,7 +133,7 @@ class EightBitLinear:
         if dtype == torch.float32 and not _INTERPRETED:
             return "needs a 16-bit dtype, this is float32"
         if isinstance(form, Float8) and form.block == (128, 128) and form.activation == "block":
-            return None
+            return gpu_of(device).lacks_fp8()
         if isinstance(form, Int8Group) and form.activation in ("token", "tensor"):
             if form.offsets is not None or form.perm is not None:
                 return "only weights without offsets and without a permutation are supported"
@@ -171,7 +173,7 @@ class Int8Gemm(Prepared):
         rows_per_program = min(_MAX_ROWS, max(_FEW_ROWS, triton.next_power_of_2(rows)))
         splits = self._splits(rows)
         out = x.new_empty((rows, self._num_out))
-        eight_bit_kernel[(self._tiles, splits, triton.cdiv(rows, rows_per_program))](
+        fit(eight_bit_kernel)[(self._tiles, splits, triton.cdiv(rows, rows_per_program))](
             codes,
             scales,
             self._codes,

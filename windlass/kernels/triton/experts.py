@@ -18,17 +18,18 @@ import triton
 from torch import Tensor
 
 from windlass.kernels.experts import ExpertMLP, ExpertWeights
+from windlass.kernels.gpu import Gpu, gpu_of
 from windlass.kernels.native.pool import Workers
-from windlass.kernels.packed import Float8
+from windlass.kernels.packed import Float8, Packed, Table4
 from windlass.kernels.triton import experts_weights, pdl
 from windlass.kernels.triton.experts_inputs import BLOCK, ExpertInputs, empty_codes, quantise_inputs
 from windlass.kernels.triton.experts_kernels import combine_kernel, expert_gemm_kernel
 from windlass.kernels.triton.experts_routing import Tiles, route, single_pairs, sort_pairs
 from windlass.kernels.triton.experts_weights import Stack
+from windlass.kernels.triton.fit import fit
 
 _MAX_EXPERTS, _MAX_TOP_K = 512, 16
 _MIN_ROWS = 16  # of a tile: tensor cores multiply no fewer
-_FP8_CAPABILITY = (8, 9)  # first compute capability with fp8 tensor cores
 _COMBINED = 512  # outputs per program of the sum over experts
 _PREFETCH_BYTES = 8 * 2**20  # bytes of weights that the second GEMM prefetches
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -128,16 +129,22 @@ class TritonExperts:
             why = experts_weights.refuse(form, weights.num_local)
             if why is not None:
                 return why
-            if isinstance(form, Float8) and not _has_fp8(device):
-                return "this GPU has no fp8 tensor cores"
+            why = _lacks(form, gpu_of(device))
+            if why is not None:
+                return why
         return None
 
     def prepare(self, weights: ExpertWeights, dtype: torch.dtype) -> TritonMLP:
         return TritonMLP(weights, dtype, self._plans)
 
 
-def _has_fp8(device: torch.device) -> bool:
-    return _INTERPRETED or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+def _lacks(form: Packed | Tensor, gpu: Gpu) -> str | None:
+    """Why a GPU cannot multiply with a form, or None."""
+    if isinstance(form, Float8):
+        return gpu.lacks_fp8()
+    if isinstance(form, Table4):
+        return gpu.lacks_ptx()
+    return gpu.lacks_triton()
 
 
 class TritonMLP(ExpertMLP):
@@ -232,7 +239,7 @@ class TritonMLP(ExpertMLP):
         out = torch.empty((num_pairs, columns), dtype=dtype, device=x.values.device)
         rows = max(_MIN_ROWS, tiles.rows)
         prefetched = max(64, _PREFETCH_BYTES // (tiles.count * num_out) // 64 * 64)
-        expert_gemm_kernel[(triton.cdiv(num_out, tiling.outputs), tiles.count)](
+        fit(expert_gemm_kernel)[(triton.cdiv(num_out, tiling.outputs), tiles.count)](
             x.values,
             x.scales,
             stack.codes,

@@ -238,34 +238,36 @@ def _e2m1_halves(packed, low_scale, high_scale):
     """The values in bf16 of bytes of two e2m1 codes: (low halves, high halves).
 
     Four bytes at a time: two bytes fill the lower halves of two 16-bit floats, sign and magnitude are
-    shifted to their places, and one multiplication scales both floats.
+    shifted to their places, and one multiplication scales both floats. GPUs before Hopper multiply
+    bf16 only by adding a product, here to -0.
     """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 first, second, part, sign;
+        .reg .b32 first, second, part, sign, zero;
+        mov.b32 zero, 0x80008000;
         prmt.b32 first, $4, 0, 0x4140;
         prmt.b32 second, $4, 0, 0x4342;
         shl.b32 part, first, 6;
         and.b32 part, part, 0x01c001c0;
         shl.b32 sign, first, 12;
         lop3.b32 part, sign, 0x80008000, part, 0xea;
-        mul.rn.bf16x2 $0, part, $5;
+        fma.rn.bf16x2 $0, part, $5, zero;
         shl.b32 part, second, 6;
         and.b32 part, part, 0x01c001c0;
         shl.b32 sign, second, 12;
         lop3.b32 part, sign, 0x80008000, part, 0xea;
-        mul.rn.bf16x2 $1, part, $6;
+        fma.rn.bf16x2 $1, part, $6, zero;
         shl.b32 part, first, 2;
         and.b32 part, part, 0x01c001c0;
         shl.b32 sign, first, 8;
         lop3.b32 part, sign, 0x80008000, part, 0xea;
-        mul.rn.bf16x2 $2, part, $7;
+        fma.rn.bf16x2 $2, part, $7, zero;
         shl.b32 part, second, 2;
         and.b32 part, part, 0x01c001c0;
         shl.b32 sign, second, 8;
         lop3.b32 part, sign, 0x80008000, part, 0xea;
-        mul.rn.bf16x2 $3, part, $8;
+        fma.rn.bf16x2 $3, part, $8, zero;
         }
         """,
         "=&r,=&r,=&r,=&r,r,r,r,r,r",

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs, UnscaledOutputs
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
 from windlass.kernels.triton.quantise import allocate, quantise_rows
 from windlass.kernels.triton.reduce import SplitWorkspace
@@ -32,7 +34,6 @@ _MIN_PROGRAMS = 128  # per GEMM, if K is large enough to split
 _PREFETCH_BYTES = (
     8 * 2**20
 )  # bytes of weights that a GEMM prefetches before it waits for its inputs
-_CAPABILITY = (8, 9)  # first compute capability with fp8 tensor cores
 _SUM_SCALE = 2.0**17  # divisor of unscaled sums, so that they fit in float16
 
 
@@ -57,9 +58,7 @@ class Fp8Linear:
             return "needs a 16-bit dtype"
         if form.shape[0] % 16 or form.shape[1] % 16:
             return f"a weight of {form.shape[0]} x {form.shape[1]} is not a multiple of 16 x 16"
-        if torch.cuda.get_device_capability(device) < _CAPABILITY:
-            return "this GPU has no fp8 tensor cores"
-        return None
+        return gpu_of(device).lacks_fp8()
 
     def prepare(self, form: Packed) -> Fp8Gemm:
         assert isinstance(form, Float8)
@@ -148,7 +147,7 @@ class Fp8Gemm(Prepared):
         values, scales = self._inputs(x)
         rows, width = x.shape[0], self._num_out // 2
         out = torch.empty((rows, width), dtype=x.dtype, device=values.device)
-        fp8_gated_kernel[(triton.cdiv(width, _OUTPUTS),)](
+        fit(fp8_gated_kernel)[(triton.cdiv(width, _OUTPUTS),)](
             values,
             scales,
             self._codes,
@@ -207,7 +206,7 @@ class Fp8Gemm(Prepared):
             into = (residual, norm.weight, codes, code_scales, norm.eps)
             width = triton.next_power_of_2(outputs)
             norm_rows = min(triton.next_power_of_2(rows), max(1, _NORM_VALUES // width))
-        fp8_linear_kernel[(self._tiles, splits)](
+        fit(fp8_linear_kernel)[(self._tiles, splits)](
             values,
             scales,
             self._codes,

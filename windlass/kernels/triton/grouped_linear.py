@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
 from windlass.kernels.reference import shard_rows
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
 from windlass.kernels.triton.int4_wide import MAX_ROWS as MAX_WIDE_ROWS
@@ -147,7 +149,13 @@ class GroupQuantGemm(RowReader):
             self._offsets = (
                 None if self._offsets is None else pad(self._offsets, (0, 0, 0, missing))
             )
-        self._in_fp8 = _in_fp8(form)
+        gpu = gpu_of(self._codes.device)
+        # Whether the format quantises activations.
+        self._coarse = isinstance(form, Int4Group) and form.activation != "none"
+        self._inline = gpu.lacks_ptx() is None and not _INTERPRETED
+        self._no_fp8 = gpu.lacks_fp8() if self._coarse else None
+        self._in_fp8 = None if self._no_fp8 is not None else _in_fp8(form)
+        self._no_wide: str | None = None
         self._wide = self._make_wide(space)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
@@ -160,9 +168,10 @@ class GroupQuantGemm(RowReader):
     def _make_wide(self, space: SplitWorkspace) -> Int4WideGemm | None:
         """The GEMM of int4 weights and 16-bit activations for rows that do not fit the fused one."""
         device = self._codes.device
-        if self._bits != 4 or self._in_fp8 is not None or self._offsets is None:
+        if self._bits != 4 or self._coarse or self._offsets is None:
             return None
-        if not Int4WideGemm.supports(device, self._num_in, self._half):
+        self._no_wide = Int4WideGemm.refuse(device, self._num_in, self._half)
+        if self._no_wide is not None:
             return None
         return Int4WideGemm(
             self._codes,
@@ -172,6 +181,14 @@ class GroupQuantGemm(RowReader):
             half=self._half,
             space=space,
         )
+
+    @property
+    def lacks(self) -> str | None:
+        if self._no_fp8 is not None:
+            return f"16-bit activations for more than {_MAX_FUSED_ROWS} rows: {self._no_fp8}"
+        if self._no_wide is not None:
+            return f"weights are dequantised for more than {_MAX_FUSED_ROWS} rows: {self._no_wide}"
+        return None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         scales = () if self._in_fp8 is None else self._in_fp8.tensors()
@@ -220,10 +237,10 @@ class GroupQuantGemm(RowReader):
         planes = quantise_blocks(x, self._block, min(self._group, self._block), self._perm)
         rows, outputs = x.shape[0], self._num_out
         padded_rows = min(_MAX_FUSED_ROWS, max(8, triton.next_power_of_2(rows)))
-        num_planes = 1 if self._in_fp8 is not None and rows > _MAX_FINE_ROWS else 2
+        num_planes = 1 if self._coarse and rows > _MAX_FINE_ROWS else 2
         splits = self._splits(rows)
         out = x.new_empty((rows, outputs))
-        grouped_linear_kernel[(self._tiles, splits)](
+        fit(grouped_linear_kernel)[(self._tiles, splits)](
             planes.codes,
             planes.scales,
             planes.sums,
@@ -246,7 +263,7 @@ class GroupQuantGemm(RowReader):
             ROWS=padded_rows,
             OUTPUTS=_OUTPUTS,
             EVEN=self._num_out % _OUTPUTS == 0,
-            INLINE=not _INTERPRETED,
+            INLINE=self._inline,
             num_warps=4,
             num_stages=3,
             **pdl.options(),

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.triton.reduce import SplitWorkspace
 
 MAX_ROWS = 512  # more rows share a dequantised weight
@@ -239,11 +240,15 @@ class Int4WideGemm:
         space.reserve(codes.device, _MAX_SPLITS * num_rows * self._num_out, _ENOUGH_PROGRAMS)
 
     @staticmethod
-    def supports(device: torch.device, num_in: int, half: int) -> bool:
-        """Whether it computes with weights of `num_in` inputs, packed in blocks of `half` bytes."""
-        # TMA needs strides of 16 bytes.
-        fits = half % _STEP == 0 and num_in % 8 == 0
-        return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    def refuse(device: torch.device, num_in: int, half: int) -> str | None:
+        """Why it refuses weights of `num_in` inputs, packed in blocks of `half` bytes, or None."""
+        if device.type != "cuda":
+            return f"Gluon kernels need CUDA, this is {device.type}"
+        if num_in % 8:
+            return f"TMA needs strides of 16 bytes, and rows have {num_in} inputs"
+        if half % _STEP:
+            return f"the kernel needs groups of at least {_STEP} inputs, these have {half}"
+        return gpu_of(device).lacks_warpgroups()
 
     def apply(self, x: Tensor) -> Tensor:
         """x @ weight.T; x is a contiguous [rows, K] of 16-bit floats, with up to MAX_ROWS rows."""

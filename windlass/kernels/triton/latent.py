@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
 
 from windlass.core.mla import LatentHeads
 from windlass.kernels.batch import LayerKV, StepBatch
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.attention import TILE_ROWS
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.latent_kernels import (
     latent_decode_kernel,
     latent_prefill_kernel,
@@ -22,7 +26,9 @@ _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16  # the least size of each axis of a product
 # Query rows per program: their accumulators fill the registers. Dequantisation needs some of them.
 _DECODE_HEADS = 32
-_PREFILL_ROWS, _QUANTISED_PREFILL_ROWS = 64, 32
+# Rows of a tile; fewer if keys are quantised or shared memory is small.
+_PREFILL_ROWS, _FEW_PREFILL_ROWS = 64, 32
+_PREFILL_BYTES = 128 * 1024  # shared memory for tiles of many rows
 _FEW_TOKENS = 16
 _MIN_SPLIT = 128  # tokens
 
@@ -136,7 +142,7 @@ def _per_head(x: Tensor, weight: Tensor, out: Tensor, batch_invariant: bool) -> 
         num_heads,
         triton.cdiv(num_out, options["OUTPUTS"]),
     )
-    per_head_kernel[grid](
+    fit(per_head_kernel)[grid](
         x,
         weight,
         out,
@@ -184,7 +190,7 @@ def _decode(out: Tensor, queries: Tensor, kv: LayerKV, batch: StepBatch, scale: 
         shape = (count, num_q, splits)
         split_out = queries.new_empty((*shape, rank), dtype=torch.float32)
         split_max, split_sum = queries.new_empty((2, *shape), dtype=torch.float32)
-    latent_decode_kernel[(count, decode_parts(num_q), splits)](
+    fit(latent_decode_kernel)[(count, decode_parts(num_q), splits)](
         queries,
         kv.keys,
         kv.key_scales,
@@ -214,19 +220,24 @@ def _dims(dim: int, rank: int) -> dict[str, int]:
     return {"RANK": rank, "RANK_PAD": _padded(rank), "ROPE": rope, "ROPE_PAD": _padded(rope)}
 
 
-def _prefill_options(quantised: bool) -> dict[str, int]:
-    """Tiling and launch options of the prefill kernel."""
-    if quantised:
-        return {"ROWS": _QUANTISED_PREFILL_ROWS, "TILE": 32, "num_warps": 8, "num_stages": 2}
+def _prefill_options(quantised: bool, shared_bytes: int) -> dict[str, int]:
+    """Tiling and launch options of the prefill kernel; the queries of a tile lie in shared memory."""
+    if quantised or shared_bytes < _PREFILL_BYTES:
+        return {"ROWS": _FEW_PREFILL_ROWS, "TILE": 32, "num_warps": 8, "num_stages": 2}
     return {"ROWS": _PREFILL_ROWS, "TILE": 32, "num_warps": 8, "num_stages": 3}
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    return gpu_of(device).shared_bytes
 
 
 def _prefill(
     out: Tensor, queries: Tensor, kv: LayerKV, batch: StepBatch, tiles: Tensor, scale: float
 ) -> None:
     _, num_q, dim = queries.shape
-    options = _prefill_options(kv.key_scales is not None)
-    latent_prefill_kernel[(tiles.shape[0], TILE_ROWS // options["ROWS"])](
+    options = _prefill_options(kv.key_scales is not None, _shared_bytes(queries.device))
+    fit(latent_prefill_kernel)[(tiles.shape[0], TILE_ROWS // options["ROWS"])](
         queries,
         kv.keys,
         kv.key_scales,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from windlass.kernels.batch import LORA_TILE, AdapterRows
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.lora import RANK_TILE, LoraKernel, SiluMul, Stacks
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.lora_int8 import shrink_codes_kernel
@@ -105,7 +106,7 @@ class TritonLora(LoraKernel):
         options = variant.options_of(variant.shrink, splits)
         concurrent = x.is_cuda and adapters.tiles is None
         if concurrent:
-            options |= {"PDL": False, "launch_pdl": False}  # its predecessor is on another stream
+            options |= dict.fromkeys(pdl.options(), False)  # its predecessor is on another stream
         shrink = partial(
             variant.shrink[_num_programs(adapters), len(stacks.sizes), splits],
             *(x, stacks.down, stacks.scales, *_index_args(stacks, adapters), sums, *x.shape, span),
@@ -255,7 +256,7 @@ def _variant(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Variant:
         "SCALED": stacks.scales is not None,
         "ROWS": LORA_TILE,
         "BY_OUTPUT": stacks.by_output,
-        "ASM": x.is_cuda,
+        "ASM": _has_ptx(x.device),
     }
     if adapters.tiles is not None:
         return _Variant(
@@ -279,6 +280,11 @@ def _variant(x: Tensor, stacks: Stacks, adapters: AdapterRows) -> _Variant:
         warps=(4, 1) if int8 else (1, 1),
         options=options,
     )
+
+
+@cache
+def _has_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and gpu_of(device).lacks_ptx() is None
 
 
 def _index_args(stacks: Stacks, adapters: AdapterRows) -> tuple[Tensor, ...]:

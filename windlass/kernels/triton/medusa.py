@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.skinny import MAX_ROWS, padded
 
 _TOKENS = 128  # of the vocabulary, per program
@@ -186,7 +187,7 @@ def most_likely(
     assert siblings < tiles
     best = hidden.new_empty((heads, rows, tiles), dtype=torch.float32)
     best_at = torch.empty_like(best, dtype=torch.int32)
-    medusa_scores_kernel[tiles, heads](
+    fit(medusa_scores_kernel)[tiles, heads](
         *(x, matrices, best, best_at, rows, vocab, tiles), TOKENS=_TOKENS, num_stages=4, **shape
     )
     drafts = torch.empty((rows, count + siblings), dtype=torch.int32, device=hidden.device)

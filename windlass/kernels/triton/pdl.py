@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from windlass.kernels.gpu import current_gpu
 
 
 @triton.jit
@@ -52,6 +53,7 @@ def prefetch(at, num_bytes, PDL: tl.constexpr):
 @cache
 def options() -> dict[str, bool]:
     """Launch options of a kernel with PDL on this device."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    gpu = current_gpu()
+    if gpu is None or gpu.lacks_pdl() is not None:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}

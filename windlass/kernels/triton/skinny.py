@@ -18,6 +18,7 @@ from torch import Tensor
 
 from windlass.kernels.storages import Held, held
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.reduce import add_splits
 
 MAX_ROWS = 64
@@ -258,7 +259,7 @@ def _launch(
     norm_rows: int,
 ) -> None:
     (rows, size), outputs = x.shape, weight.shape[0]
-    skinny_linear_kernel[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
+    fit(skinny_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x,
         weight,
         out,
@@ -287,7 +288,7 @@ def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
     rows, size = x.shape
     width = weight.shape[0] // 2
     out = x.new_empty((rows, width))
-    skinny_gated_kernel[(triton.cdiv(width, tiling.outputs),)](
+    fit(skinny_gated_kernel)[(triton.cdiv(width, tiling.outputs),)](
         x,
         weight,
         out,

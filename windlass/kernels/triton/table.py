@@ -21,6 +21,7 @@ from windlass.kernels.prepared import RowReader
 from windlass.kernels.reference import shard_rows
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.reduce import SplitWorkspace, add_splits
 
 _MAX_FUSED_ROWS = 64  # more rows share a dequantised weight
@@ -186,7 +187,7 @@ class CodebookGemm(RowReader):
         if rows > _MAX_FUSED_ROWS:
             return linear(x, self._dequantised(x.dtype))
         out = x.new_empty((rows, self._num_out))
-        table_linear_kernel[(self._tiles, self._splits)](
+        fit(table_linear_kernel)[(self._tiles, self._splits)](
             x,
             self._codes,
             self._table,

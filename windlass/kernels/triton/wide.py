@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.fit import fit
 
 _ROWS, _OUTPUTS, _BLOCK_K = 128, 128, 64
 _GROUP = 8  # row tiles that share reads of the weight
@@ -54,7 +55,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(rows, _ROWS) * triton.cdiv(outputs, _OUTPUTS)
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    wide_linear_kernel[(min(tiles, multiprocessors),)](
+    fit(wide_linear_kernel)[(min(tiles, multiprocessors),)](
         TensorDescriptor.from_tensor(x, [_ROWS, _BLOCK_K]),
         TensorDescriptor.from_tensor(weight, [_OUTPUTS, _BLOCK_K]),
         TensorDescriptor.from_tensor(out, [_ROWS, _OUTPUTS]),
