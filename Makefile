@@ -48,7 +48,7 @@ test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with client librar
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 test-cluster: $(CLUSTER)/.installed ## Run the tests with a real Ray, which gets an environment over the other one
-	$(CLUSTER)/bin/python -m pytest tests/cluster $(ARGS)
+	$(CLUSTER)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
@@ -58,6 +58,7 @@ lint: $(STAMP) ## Check style, format and types
 lint-deploy: $(DEPLOY)/.installed ## Check the files in deploy/: schemas of Kubernetes objects, Dockerfiles
 	$(DEPLOY)/bin/hadolint deploy/docker/Dockerfile.cpu deploy/docker/Dockerfile.cuda
 	$(DEPLOY)/bin/kubernetes-validate --strict $(filter-out %/kustomization.yaml, $(wildcard deploy/kubernetes/base/*.yaml))
+	$(DEPLOY)/bin/python tests/deploy/check_ray_pods.py deploy/kuberay/rayservice.yaml
 
 $(DEPLOY)/.installed:
 	$(PYTHON) -m venv $(DEPLOY)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
 from windlass.cli.command import Options
 from windlass.cli.main import app
@@ -158,6 +159,68 @@ def test_probes_ask_existing_endpoints() -> None:
     )
     for path in paths:
         assert f'"{path}"' in routes
+
+
+class _Ray(BaseModel):
+    """The fields of KubeRay's CRD (ray.io/v1) that the file uses: an unknown one is an error.
+
+    Kubernetes drops unknown fields without a word. The CRD is in no package of PyPI or npm.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _RayGroup(_Ray):
+    rayStartParams: dict[str, str]
+    template: dict[str, Any]  # check_ray_pods.py checks it with the schema of Kubernetes
+
+
+class _RayWorkers(_RayGroup):
+    groupName: str
+    replicas: Annotated[int, Field(ge=0)] = 0
+    minReplicas: Annotated[int, Field(ge=0)]
+    maxReplicas: Annotated[int, Field(ge=0)]
+
+
+class _RayCluster(_Ray):
+    headGroupSpec: _RayGroup
+    workerGroupSpecs: list[_RayWorkers] = []
+    enableInTreeAutoscaling: bool | None = None
+
+
+class _RaySpec(_Ray):
+    serveConfigV2: str
+    rayClusterConfig: _RayCluster
+
+
+class _RayService(_Ray):
+    apiVersion: Literal["ray.io/v1"]
+    kind: Literal["RayService"]
+    metadata: dict[str, Any]
+    spec: _RaySpec
+
+
+def test_the_ray_service_has_only_fields_of_kuberay() -> None:
+    _, service = documents(DEPLOY / "kuberay" / "rayservice.yaml")
+    cluster = _RayService.model_validate(service).spec.rayClusterConfig
+    for group in cluster.workerGroupSpecs:
+        assert group.minReplicas <= group.replicas <= group.maxReplicas
+    # KubeRay's names: its probes, services and autoscaler look for them.
+    names = [each.template["spec"]["containers"][0]["name"] for each in cluster.workerGroupSpecs]
+    head = cluster.headGroupSpec.template["spec"]["containers"][0]
+    assert (head["name"], *names) == ("ray-head", *["ray-worker"] * len(names))
+    assert {each["name"] for each in head["ports"]} >= {"gcs-server", "dashboard", "serve"}
+
+
+def test_ray_serve_accepts_the_config_of_the_ray_service() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="make test-cluster installs Ray")
+    _, service = documents(DEPLOY / "kuberay" / "rayservice.yaml")
+    config = schema.ServeDeploySchema.model_validate(
+        yaml.safe_load(service["spec"]["serveConfigV2"])
+    )
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
+    ports = {each["name"]: each["containerPort"] for each in head["spec"]["containers"][0]["ports"]}
+    assert config.http_options.port == ports["serve"]
 
 
 def test_the_ray_service_runs_a_valid_fleet(tmp_path: Path) -> None:
