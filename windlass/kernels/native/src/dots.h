@@ -1,12 +1,20 @@
 // Integer dot products: 1 to 4 rows of x by the outputs of one tile, over one block.
 //
 // start_dots initialises the sums. add_dots adds 16 inputs of x, with their codes in codes_at(0) to
-// codes_at(3). row_of_dots returns the sums of a row. Here one instruction multiplies a row by a
+// codes_at(3). join_dots adds several accumulators. row_of_dots returns the sums of a row. Here one instruction multiplies a row by a
 // vector of codes; with i8mm (dots_i8mm.h) it multiplies two rows by two outputs.
 
 #pragma once
 
 #include "simd.h"
+
+namespace windlass::tile {
+
+// A dot product waits for the one before it in the same accumulator, so few rows have several
+// accumulators each.
+constexpr int num_chains(int rows) { return !kManyRegisters || rows > 4 ? 1 : rows == 1 ? 4 : 2; }
+
+}  // namespace windlass::tile
 
 #if defined(WINDLASS_I8MM)
 #include "dots_i8mm.h"
@@ -39,6 +47,12 @@ WINDLASS_INLINE void add_dots(Sums (&dots)[MT], const At& codes_at, const int8_t
       }
     }
   });
+}
+template <int MT, int CHAINS>
+WINDLASS_INLINE void join_dots(Sums (&dots)[CHAINS][MT]) {
+  for (int i = 1; i < CHAINS; ++i) {
+    for (int m = 0; m < MT; ++m) dots[0][m] = add(dots[0][m], dots[i][m]);
+  }
 }
 template <int M, int MT>
 inline const Sums& row_of_dots(const Sums (&dots)[MT]) {

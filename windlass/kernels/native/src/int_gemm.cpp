@@ -54,9 +54,10 @@ WINDLASS_INLINE void prefetch_weights(const uint8_t* codes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
 }
 
-// Adds MT rows by the outputs of a tile. BLOCK inputs share a scale of x.
-template <int MT, int BLOCK, Coding CODING, bool OFFSETS, class Scale>
-WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out) {
+// Adds MT rows of each of PANELS panels by the outputs of a tile. The panels lie `next` bytes apart.
+// BLOCK inputs share a scale of x.
+template <int MT, int BLOCK, Coding CODING, bool OFFSETS, int PANELS = 1, class Scale>
+WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out, size_t next = 0) {
   constexpr bool nibbles = CODING == Coding::kNibbles;
   if constexpr (kHasRowLoops && MT == 1 && nibbles) {
     return multiply_1<BLOCK, OFFSETS>(tile.codes, tile.scales, tile.offsets, tile.groups,
@@ -67,45 +68,66 @@ WINDLASS_INLINE void multiply(const IntTile<Scale>& tile, IntPanel x, float* out
     return multiply_panel<OFFSETS>(tile.codes, tile.scales, tile.offsets, tile.groups, tile.blocks,
                                    x.codes, x.scales, x.sums, out);
   }
-  Floats acc[MT];
-  for (int m = 0; m < MT; ++m) acc[m] = load(out + m * kTile);
+  const auto of_panel = [next](const auto* first, int p) { return skip_bytes(first, next * p); };
+  constexpr int chains = BLOCK == 32 && num_chains(MT * PANELS) > 1 ? 2 : 1;
+  Floats acc[PANELS][MT];
+  for (int p = 0; p < PANELS; ++p) {
+    for (int m = 0; m < MT; ++m) acc[p][m] = load(out + (p * kPanelRows + m) * kTile);
+  }
   const uint8_t* codes = tile.codes;
   Codebook book{};
   if constexpr (CODING == Coding::kCodebook) book = load_codebook(tile.codebook);
   for (int g = 0; g < tile.groups; ++g) {
     const Floats scale = scale_at<CODING>(tile, g);
     for (int b = 0; b < tile.blocks; ++b) {
-      Dots<MT> dots;
-      if constexpr (kHasCodeOffset<CODING, OFFSETS>) {
-        start_dots(dots, load_quad(x.correction));
-        x.correction += kPanelRows;
-      } else {
-        start_dots(dots);
-      }
-      for (int k = 0; k < BLOCK; k += 16) {
-        if constexpr (MT <= 3) prefetch_weights<CODING>(codes);
-        codes = dot16<MT, CODING, OFFSETS>(codes, book, x.codes, dots);
-        x.codes += 16 * (MT == 1 ? x.rows : kPanelRows);
-      }
-      const Quad x_scale = load_quad(x.scales);
-      x.scales += kPanelRows;
-      unrolled<MT>([&](auto m) WINDLASS_INLINED {
-        acc[m] = fma_lane<m>(acc[m], mul(sum_finish(row_of_dots<m>(dots)), scale), x_scale);
+      Dots<MT> dots[PANELS][chains];
+      unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+        if constexpr (kHasCodeOffset<CODING, OFFSETS>) {
+          start_dots(dots[p][0], load_quad(of_panel(x.correction, p)));
+        } else {
+          start_dots(dots[p][0]);
+        }
+        for (int i = 1; i < chains; ++i) start_dots(dots[p][i]);
       });
+      x.correction += kPanelRows;
+      unrolled<BLOCK / 16>([&](auto half) WINDLASS_INLINED {
+        if constexpr (MT <= 3 || PANELS > 1) prefetch_weights<CODING>(codes);
+        const uint8_t* const from = codes;
+        unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+          codes = dot16<MT, CODING, OFFSETS>(from, book, of_panel(x.codes, p),
+                                             dots[p][half % chains]);
+        });
+        x.codes += 16 * (MT == 1 ? x.rows : kPanelRows);
+      });
+      unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+        if constexpr (chains > 1) join_dots(dots[p]);
+        const Quad x_scale = load_quad(of_panel(x.scales, p));
+        unrolled<MT>([&](auto m) WINDLASS_INLINED {
+          acc[p][m] = fma_lane<m>(acc[p][m], mul(sum_finish(row_of_dots<m>(dots[p][0])), scale),
+                                  x_scale);
+        });
+      });
+      x.scales += kPanelRows;
     }
     if constexpr (OFFSETS) {
       const Floats low = load_scales(tile.offsets + g * kTile);
-      const Quad sums = load_quad(x.sums + g * kPanelRows);
-      unrolled<MT>([&](auto m) WINDLASS_INLINED { acc[m] = fma_lane<m>(acc[m], low, sums); });
+      unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+        const Quad sums = load_quad(of_panel(x.sums + g * kPanelRows, p));
+        unrolled<MT>([&](auto m) WINDLASS_INLINED {
+          acc[p][m] = fma_lane<m>(acc[p][m], low, sums);
+        });
+      });
     }
   }
-  for (int m = 0; m < MT; ++m) store(out + m * kTile, acc[m]);
+  for (int p = 0; p < PANELS; ++p) {
+    for (int m = 0; m < MT; ++m) store(out + (p * kPanelRows + m) * kTile, acc[p][m]);
+  }
 }
 
 // Returns a function that dequantises the weight of an outlier from a packed tile.
 template <Coding CODING, bool OFFSETS>
 WINDLASS_INLINE auto packed_weights(const Weight& w, const IntTile<uint16_t>& tile) {
-  return [&](const Outlier& o) WINDLASS_INLINED {
+  return [&](const auto& o) WINDLASS_INLINED {
     return weight_at<CODING, OFFSETS>(w, tile.codes, o.input, scale_at<CODING>(tile, o.group));
   };
 }
@@ -290,6 +312,31 @@ void paired_rows(const GemmArgs& job) {
   });
 }
 
+// Multiplies panels in pairs with packed codes, which are unpacked in registers: 8 rows take as long
+// to multiply as a tile takes to store and load. A panel of less than 4 rows computes unused rows.
+template <int BLOCK, Coding CODING, bool OFFSETS>
+void packed_rows(const GemmArgs& job) {
+  const IntSizes sizes(job.w, job.rows);
+  const Tiles tiles(job.w);
+  const int padded = padded_in(job.w);
+  each_chunk(job, [&](int t, int first, int last, Target to) {
+    alignas(64) float sums[kMaxPanels][kPanelRows * kTile];
+    std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
+    OutlierSums outlier_sums(job, first, last);
+    const IntTile<uint16_t> tile = tiles.at(t);
+    const int paired = (last - first) / 2 * 2;
+    for (int p = first; p < first + paired; p += 2) {
+      multiply<kPanelRows, BLOCK, CODING, OFFSETS, 2>(tile, sizes.panel(job.panel(p)),
+                                                      sums[p - first], job.panel_bytes);
+    }
+    each_panel(job, first + paired, last, [&](auto rows, int p) {
+      multiply<rows, BLOCK, CODING, OFFSETS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
+    });
+    outlier_sums.multiply(0, padded, packed_weights<CODING, OFFSETS>(job.w, tile));
+    store_panels(job, to, t, first, last, sums, outlier_sums);
+  });
+}
+
 // Inputs are added in the same order as with few rows: a row's result does not depend on the batch.
 template <int BLOCK, bool OFFSETS>
 void many_rows(const GemmArgs& job) {
@@ -343,6 +390,13 @@ void dispatch_rows(const GemmArgs& job) {
     if constexpr (kHasRowLoops && BLOCK == 32) {
       if (job.w.kind == kInt4) return paired_rows<Coding::kNibbles, OFFSETS>(job);
       if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, OFFSETS>(job);
+    }
+    if constexpr (kManyRegisters) {
+      if (job.amx_panels == nullptr) {
+        if (job.w.kind == kInt4) return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
+        if (job.w.kind == kInt8) return packed_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
+        if constexpr (!OFFSETS) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
+      }
     }
     return many_rows<BLOCK, OFFSETS>(job);
   }

@@ -50,6 +50,14 @@ constexpr int kTile = 8;
 constexpr bool kUnsignedCodes = false;
 #endif
 
+// Whether loops can keep 16 accumulators and more: AVX-512 has 32 vector registers. NEON has them too,
+// but its loops are written in assembly.
+#if defined(WINDLASS_AVX512)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
 #if defined(WINDLASS_I8MM)
 constexpr int kSpan = 8;  // inputs of one output whose codes are contiguous
 constexpr int kRun = 8;  // inputs of one row of x that are contiguous

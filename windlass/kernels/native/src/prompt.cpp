@@ -111,26 +111,49 @@ void unpack_block(const Weight& w, const Packed& tile, int begin, int end, Promp
   }
 }
 
-// Adds one prompt block for MT rows.
-template <int MT>
-inline void multiply_block(const PromptBlock& w, int inputs, const int8_t* x, const float* x_scales,
-                           const int32_t* correction, float* out) {
+// Panels multiplied together where registers suffice: a vector of codes is then loaded once for all
+// their rows.
+constexpr int kPanelsAtOnce = kManyRegisters ? 4 : 1;
+
+// Adds one prompt block for MT rows of each of PANELS panels, `next` bytes apart.
+template <int MT, int PANELS>
+WINDLASS_INLINE void multiply_block(const PromptBlock& w, int inputs, const PromptPanel& x,
+                                    size_t next, float* out) {
   constexpr int wide = sizeof(Codes);
-  Dots<MT> dots;
-  if constexpr (kUnsignedCodes) {
-    start_dots(dots, load_quad(correction));
-  } else {
-    start_dots(dots);
-  }
+  const auto of_panel = [next](const auto* first, int p) { return skip_bytes(first, next * p); };
+  constexpr int chains = num_chains(MT * PANELS);
+  Dots<MT> dots[PANELS][chains];
+  unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+    if constexpr (kUnsignedCodes) {
+      start_dots(dots[p][0], load_quad(of_panel(x.correction, p)));
+    } else {
+      start_dots(dots[p][0]);
+    }
+    for (int i = 1; i < chains; ++i) start_dots(dots[p][i]);
+  });
   const uint8_t* codes = w.codes;
-  for (int k = 0; k < inputs; k += 16, codes += 4 * wide, x += 16 * kPanelRows) {
-    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
+  const int8_t* at = x.codes;
+  const auto add_16 = [&](auto chain) WINDLASS_INLINED {
+    const auto codes_at = [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); };
+    unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+      add_dots<false>(dots[p][chain], codes_at, of_panel(at, p));
+    });
+    codes += 4 * wide, at += 16 * kPanelRows;
+  };
+  int left = inputs / 16;
+  for (; left >= chains; left -= chains) unrolled<chains>(add_16);
+  for (; left > 0; --left) add_16(std::integral_constant<int, 0>{});
+  if constexpr (chains > 1) {
+    for (auto& of_panel_dots : dots) join_dots(of_panel_dots);
   }
   const Floats scale = load(w.scales);
-  const Quad x_scale = load_quad(x_scales);
-  unrolled<MT>([&](auto m) WINDLASS_INLINED {
-    const Floats sum = mul(sum_finish(row_of_dots<m>(dots)), scale);
-    store(out + m * kTile, fma_lane<m>(load(out + m * kTile), sum, x_scale));
+  unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
+    const Quad x_scale = load_quad(of_panel(x.scales, p));
+    float* sums = out + p * kPanelRows * kTile;
+    unrolled<MT>([&](auto m) WINDLASS_INLINED {
+      const Floats sum = mul(sum_finish(row_of_dots<m>(dots[p][0])), scale);
+      store(sums + m * kTile, fma_lane<m>(load(sums + m * kTile), sum, x_scale));
+    });
   });
 }
 
@@ -190,9 +213,18 @@ void multiply_prompt(const GemmArgs& job) {
                       x.scales, job.panel_bytes, pairs, sums[0]);
         }
       }
-      each_panel(job, first + 2 * pairs, last, [&](auto rows, int p) {
-        const PromptPanel x = panel(p);
-        multiply_block<rows>(block, end - begin, x.codes, x.scales, x.correction, sums[p - first]);
+      int p = first + 2 * pairs;
+      const auto multiply_panels = [&](auto count) WINDLASS_INLINED {
+        for (; p + count <= last; p += count) {
+          multiply_block<kPanelRows, count>(block, end - begin, panel(p), job.panel_bytes,
+                                            sums[p - first]);
+        }
+      };
+      // The last panel computes unused rows if others are multiplied with it.
+      if constexpr (kPanelsAtOnce >= 4) multiply_panels(std::integral_constant<int, 4>{});
+      if constexpr (kPanelsAtOnce >= 2) multiply_panels(std::integral_constant<int, 2>{});
+      each_panel(job, p, last, [&](auto rows, int panel_index) {
+        multiply_block<rows, 1>(block, end - begin, panel(panel_index), 0, sums[panel_index - first]);
       });
     }
     constexpr int ahead = 8;  // panels

@@ -82,6 +82,36 @@ class Requantiser {
 
 #undef WINDLASS_LOOK
 
+#elif defined(WINDLASS_AVX2)
+
+// Multiplies 16-bit words, since there is no table lookup over several registers.
+class Requantiser {
+ public:
+  Requantiser() = default;
+  Requantiser(Floats factors, Floats starts)
+      : factor_(round_to_words(factors, 0)),
+        start_(round_to_words(starts, kUnsignedCodes ? 128 * 256 : 0)) {}
+
+  // Converts units of 16 inputs: see weight.h.
+  template <bool SIGNED>
+  WINDLASS_INLINE void unpack(const uint8_t* from, int units, uint8_t* to) const {
+    static_assert(!SIGNED);
+    constexpr int wide = sizeof(Codes);
+    for (; units > 0; --units, from += 2 * wide, to += 4 * wide) {
+      for (int i = 0; i < 2 * wide; i += 64) __builtin_prefetch(from + kRequantiseAhead + i);
+      for (int i = 0; i < 2; ++i) {
+        Codes low, high;
+        requantise(load_codes(from + wide * i), factor_, start_, low, high);
+        store_codes(to + wide * i, low);
+        store_codes(to + wide * (2 + i), high);
+      }
+    }
+  }
+
+ private:
+  Words factor_, start_;
+};
+
 #else
 
 class Requantiser {

@@ -13,6 +13,7 @@
 // load_f16_fast returns the value times kF16Unit, whatever is cheapest for the CPU; load_f16 the value.
 // Where kF16Unit is not 1, load_f16_fast turns NaN and infinity into values from 65536 on.
 // look_up returns the Codebook values of nibbles, a byte each; load_codebook reads its 16 values.
+// requantise makes int8 codes of nibbles: see requantise.h. On x86-64 only.
 // maximum is NaN where either operand is. clamp_min(x, bound) is NaN where x is, and costs less; the
 // bound must not be NaN. maximum_abs is maximum for operands without a sign bit.
 // exp2_int(shifted) is 2^n, where n is a small integer in the low bits of `shifted`: 0 for n = -127 and

@@ -180,6 +180,29 @@ inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));
 }
 
+// A 16-bit integer of each output, twice: its 4 codes are two such words.
+struct Words {
+  __m256i v;
+};
+inline Words round_to_words(F32x8 x, int32_t more) {
+  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(more));
+  return {_mm256_blend_epi16(whole, _mm256_slli_epi32(whole, 16), 0xaa)};
+}
+inline void requantise(Codes32 both, Words factor, Words start, Codes32& low, Codes32& high) {
+  const __m256i nibble = _mm256_set1_epi16(15), high_bytes = _mm256_set1_epi16(-256);
+  const auto made = [&](__m256i codes) {
+    return _mm256_add_epi16(_mm256_mullo_epi16(codes, factor.v), start.v);
+  };
+  const auto joined = [&](__m256i even, __m256i odd) {
+    return _mm256_or_si256(_mm256_srli_epi16(made(even), 8),
+                           _mm256_and_si256(made(odd), high_bytes));
+  };
+  low.v = joined(_mm256_and_si256(both.v, nibble),
+                 _mm256_and_si256(_mm256_srli_epi16(both.v, 8), nibble));
+  high.v = joined(_mm256_and_si256(_mm256_srli_epi16(both.v, 4), nibble),
+                  _mm256_srli_epi16(both.v, 12));
+}
+
 // The 16 values of nibbles, in both halves of a register.
 struct Codebook {
   __m256i v;

@@ -80,6 +80,28 @@ inline Floats load_int8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
 }
 
+struct Words {
+  __m512i v;
+};
+inline Words round_to_words(Floats x, int32_t more) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(more));
+  return {_mm512_mask_blend_epi16(0xaaaaaaaa, whole, _mm512_slli_epi32(whole, 16))};
+}
+inline void requantise(Codes both, Words factor, Words start, Codes& low, Codes& high) {
+  const __m512i nibble = _mm512_set1_epi16(15), high_bytes = _mm512_set1_epi16(-256);
+  const auto made = [&](__m512i codes) {
+    return _mm512_add_epi16(_mm512_mullo_epi16(codes, factor.v), start.v);
+  };
+  const auto joined = [&](__m512i even, __m512i odd) {
+    constexpr int either = 0xf8;  // a | (b & c)
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi16(made(even), 8), made(odd), high_bytes, either);
+  };
+  low.v = joined(_mm512_and_si512(both.v, nibble),
+                 _mm512_and_si512(_mm512_srli_epi16(both.v, 8), nibble));
+  high.v = joined(_mm512_and_si512(_mm512_srli_epi16(both.v, 4), nibble),
+                  _mm512_srli_epi16(both.v, 12));
+}
+
 // The 16 values of nibbles, with 128 added: see kUnsignedCodes.
 struct Codebook {
   __m512i v;

@@ -56,6 +56,10 @@ using Weight = ::WindlassWeight;
 
 inline int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 inline int ceil_div(int x, int y) { return (x + y - 1) / y; }
+template <class T>
+inline const T* skip_bytes(const T* p, size_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(p) + bytes);
+}
 
 inline bool has_nibbles(const Weight& w) { return w.kind == kInt4 || w.kind == kCodebook4; }
 inline bool is_integer(const Weight& w) { return has_nibbles(w) || w.kind == kInt8; }
