@@ -44,8 +44,8 @@ HASWELL = Backend("AVX2", ("-march=haswell",), _AVX2)
 _BACKENDS = {
     "x86_64": (
         HASWELL,
-        # AVX-512 without VNNI: AVX2 intrinsics, but the compiler vectorises plain loops with AVX-512.
-        Backend("AVX2", ("-march=skylake-avx512", "-O1", "-ftree-vectorize"), _AVX512),
+        # The compiler vectorises plain loops with AVX-512.
+        Backend("AVX-512 BW", ("-march=skylake-avx512", "-O1", "-ftree-vectorize"), _AVX512),
         Backend("AVX-512 VNNI", ("-march=cascadelake",), _AVX512 | {"avx512_vnni"}),
         Backend(
             "AVX-512 VNNI and BF16",

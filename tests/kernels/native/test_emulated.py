@@ -76,6 +76,7 @@ def test_neon_operations_match_their_definitions(
     ("march", "source", "instructions"),
     [
         ("alderlake", "int_gemm", ["{vex} vpdpbusd"]),
+        ("cascadelake", "int_gemm", ["vpdpbusd", "%zmm"]),
         ("sapphirerapids", "int_gemm", ["vpdpbusd", "%zmm", "tdpbsud"]),
         ("sapphirerapids", "bf16_gemm", ["vdpbf16ps", "%zmm", "tdpbf16ps"]),
     ],

@@ -33,19 +33,32 @@ template <int MT>
 WINDLASS_INLINE void start_dots(Sums (&dots)[MT], QuadInt correction) {
   unrolled<MT>([&](auto m) WINDLASS_INLINED { dots[m] = sum_start<m>(correction); });
 }
+template <bool NIBBLES, int LANE>
+WINDLASS_INLINE Sums dot(Sums acc, Codes w, Inputs16 x) {
+#if !defined(WINDLASS_WORD_SUMS)
+  if constexpr (NIBBLES || kUnsignedCodes) return dot_nibbles<LANE>(acc, w, x);
+#endif
+  return dot_signed<LANE>(acc, w, x);
+}
 template <bool NIBBLES, int MT, class At>
 WINDLASS_INLINE void add_dots(Sums (&dots)[MT], const At& codes_at, const int8_t* x) {
   Inputs16 in[MT];
   for (int m = 0; m < MT; ++m) in[m] = load_inputs(x + kRun * m);
+#if defined(WINDLASS_WORD_SUMS)
+  // Four sums of two products fit into 16 bits: 4 * 2 * 15 * 127 = 15240. They are widened once.
+  if constexpr (NIBBLES) {
+    const Codes w[4] = {codes_at(0), codes_at(1), codes_at(2), codes_at(3)};
+    for (int m = 0; m < MT; ++m) {
+      const auto first = add_words(pair_dots<0>(w[0], in[m]), pair_dots<1>(w[1], in[m]));
+      const auto second = add_words(pair_dots<2>(w[2], in[m]), pair_dots<3>(w[3], in[m]));
+      dots[m] = add_pairs(dots[m], add_words(first, second));
+    }
+    return;
+  }
+#endif
   unrolled<4>([&](auto lane) WINDLASS_INLINED {
     const Codes w = codes_at(lane);
-    for (int m = 0; m < MT; ++m) {
-      if constexpr (NIBBLES || kUnsignedCodes) {
-        dots[m] = dot_nibbles<lane>(dots[m], w, in[m]);
-      } else {
-        dots[m] = dot_signed<lane>(dots[m], w, in[m]);
-      }
-    }
+    for (int m = 0; m < MT; ++m) dots[m] = dot<NIBBLES, lane>(dots[m], w, in[m]);
   });
 }
 template <int MT, int CHAINS>

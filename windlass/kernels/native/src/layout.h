@@ -15,14 +15,21 @@
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WINDLASS_AVX2
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define WINDLASS_AVX512
+#if defined(__AVX512VNNI__)
+#define WINDLASS_VNNI512
 #if defined(__AVX512BF16__)
 #define WINDLASS_DPBF16
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #define WINDLASS_AMX
 #endif
 #endif
+#endif
+#endif
+// Without VNNI, dot products of int4 codes are summed in 16 bits: see dots.h.
+#if !defined(WINDLASS_VNNI512) && !defined(__AVXVNNI__)
+#define WINDLASS_WORD_SUMS
 #endif
 #endif
 #endif
@@ -42,11 +49,15 @@ constexpr bool kSignedNibbles = false;
 
 #if defined(WINDLASS_AVX512)
 constexpr int kTile = 16;  // outputs computed side by side
+#else
+constexpr int kTile = 8;
+#endif
+
+#if defined(WINDLASS_VNNI512)
 // There is no signed-by-signed dot product: int8 codes are stored with 128 added, int4 codes
 // unsigned, and IntPanel::correction subtracts the excess from the sums.
 constexpr bool kUnsignedCodes = true;
 #else
-constexpr int kTile = 8;
 constexpr bool kUnsignedCodes = false;
 #endif
 

@@ -15,8 +15,10 @@ namespace windlass {
 constexpr const char* kSimdName = "AVX-512 VNNI, BF16 and AMX";
 #elif defined(WINDLASS_DPBF16)
 constexpr const char* kSimdName = "AVX-512 VNNI and BF16";
-#elif defined(WINDLASS_AVX512)
+#elif defined(WINDLASS_VNNI512)
 constexpr const char* kSimdName = "AVX-512 VNNI";
+#elif defined(WINDLASS_AVX512)
+constexpr const char* kSimdName = "AVX-512 BW";
 #elif defined(__AVXVNNI__)
 constexpr const char* kSimdName = "AVX2 with VNNI";
 #else
@@ -178,6 +180,16 @@ inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
 template <int LANE>
 inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, _mm256_abs_epi8(w.v), _mm256_sign_epi8(broadcast4(x.p + 4 * LANE), w.v));
+}
+
+// Sums of two products in 16 bits: see WINDLASS_WORD_SUMS.
+template <int LANE>
+inline __m256i pair_dots(Codes32 w, Inputs16 x) {
+  return _mm256_maddubs_epi16(w.v, broadcast4(x.p + 4 * LANE));
+}
+inline __m256i add_words(__m256i x, __m256i y) { return _mm256_add_epi16(x, y); }
+inline I32x8 add_pairs(I32x8 acc, __m256i words) {
+  return {_mm256_add_epi32(acc.v, _mm256_madd_epi16(words, _mm256_set1_epi16(1)))};
 }
 
 // A 16-bit integer of each output, twice: its 4 codes are two such words.

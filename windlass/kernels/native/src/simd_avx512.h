@@ -1,5 +1,8 @@
-// x86-64 with AVX-512 VNNI: tiles of 16 outputs in 512-bit registers.
+// x86-64 with AVX-512: tiles of 16 outputs in 512-bit registers.
 //
+// Without VNNI, vpmaddubsw multiplies unsigned by signed bytes and adds two products in 16 bits with
+// saturation. Codes of x lie in -127 to 127, so no sum saturates: two products of int4 codes are at most
+// 2 * 15 * 127 = 3810, and those of the magnitudes of int8 codes at most 2 * 128 * 127 = 32512.
 // Operations other than GEMMs use 8 values, as with AVX2.
 
 #pragma once
@@ -72,7 +75,10 @@ inline Floats nibbles_at(const uint8_t* p, int i) {
   return codes_at(p + i % 8 / 4 * 64, 8 * (i % 4) + i / 8 * 4, 15);
 }
 inline Floats bytes_at(const uint8_t* p, int i) {
-  return codes_at(p + i / 4 * 64, 8 * (i % 4), 255);
+  if constexpr (kUnsignedCodes) return codes_at(p + i / 4 * 64, 8 * (i % 4), 255);
+  const __m128i shift = _mm_cvtsi32_si128(24 - 8 * (i % 4));
+  const __m512i up = _mm512_sll_epi32(_mm512_loadu_si512(p + i / 4 * 64), shift);
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24))};
 }
 
 inline Floats load_int8(const int8_t* p) {
@@ -102,13 +108,14 @@ inline void requantise(Codes both, Words factor, Words start, Codes& low, Codes&
                   _mm512_srli_epi16(both.v, 12));
 }
 
-// The 16 values of nibbles, with 128 added: see kUnsignedCodes.
+// The 16 values of nibbles, with 128 added if kUnsignedCodes.
 struct Codebook {
   __m512i v;
 };
 inline Codebook load_codebook(const int8_t* p) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_broadcast_i32x4(_mm_xor_si128(values, _mm_set1_epi8(-128)))};
+  const __m128i offset = _mm_set1_epi8(kUnsignedCodes ? -128 : 0);
+  return {_mm512_broadcast_i32x4(_mm_xor_si128(values, offset))};
 }
 inline Codes look_up(Codebook book, Codes x) { return {_mm512_shuffle_epi8(book.v, x.v)}; }
 
@@ -120,17 +127,39 @@ inline Sums sum_start(QuadInt q) {
 inline Sums load_sums(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Sums add(Sums x, Sums y) { return {_mm512_add_epi32(x.v, y.v)}; }
 inline Floats sum_finish(Sums x) { return {_mm512_cvtepi32_ps(x.v)}; }
+inline __m512i broadcast4(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+#if defined(WINDLASS_VNNI512)
 template <int LANE>
 inline Sums dot_nibbles(Sums acc, Codes w, Inputs16 x) {
-  int32_t four;
-  std::memcpy(&four, x.p + 4 * LANE, 4);
-  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
+  return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(x.p + 4 * LANE))};
 }
 // Codes are never signed here: see kUnsignedCodes.
 template <int LANE>
 inline Sums dot_signed(Sums acc, Codes w, Inputs16 x) {
   return dot_nibbles<LANE>(acc, w, x);
 }
+#else
+template <int LANE>
+inline __m512i pair_dots(Codes w, Inputs16 x) {
+  return _mm512_maddubs_epi16(w.v, broadcast4(x.p + 4 * LANE));
+}
+inline __m512i add_words(__m512i x, __m512i y) { return _mm512_add_epi16(x, y); }
+inline Sums add_pairs(Sums acc, __m512i words) {
+  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(words, _mm512_set1_epi16(1)))};
+}
+// Moves the sign from the weight to the input.
+template <int LANE>
+inline Sums dot_signed(Sums acc, Codes w, Inputs16 x) {
+  const __m512i in = broadcast4(x.p + 4 * LANE);
+  const __m512i turned = _mm512_mask_sub_epi8(in, _mm512_movepi8_mask(w.v),
+                                              _mm512_setzero_si512(), in);
+  return add_pairs(acc, _mm512_maddubs_epi16(_mm512_abs_epi8(w.v), turned));
+}
+#endif
 
 struct Table16 {
   __m512 v;
