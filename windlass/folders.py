@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
@@ -80,7 +79,7 @@ def find_weakness(path: Path) -> tuple[Path, str] | None:
 
     Windows is not checked: its access control lists are no modes.
     """
-    if sys.platform == "win32":
+    if not hasattr(os, "geteuid"):
         return None
     try:
         problem = writable_by_others(path.stat())

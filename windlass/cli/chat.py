@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,8 @@ class Conversation:
 
     def run(self) -> None:
         if self._at_terminal:
-            import readline  # noqa: F401 - gives input() its line editing
+            if find_spec("readline") is not None:
+                import readline  # noqa: F401 - gives input() its line editing
 
             typer.echo(f"{self._llm.card.name}\n{_KEYS}\n")
         for line in self._lines():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from windlass.errors import OutOfMemory
+from windlass.machine.posix import map_private
 
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # None: not on this system
 
 
@@ -24,7 +24,7 @@ def allocate(count: int, dtype: torch.dtype) -> Tensor:
     Faulting in and pinning thousands of small pages takes longer than filling them.
     """
     num_bytes = max(1, count) * dtype.itemsize  # an adapter may change no layer of a stage
-    pages = mmap.mmap(-1, num_bytes, flags=_FLAGS)
+    pages = map_private(num_bytes)
     if _HUGE_PAGES is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(_HUGE_PAGES)

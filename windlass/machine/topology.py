@@ -70,7 +70,8 @@ def read_topology(root: Path = ROOT, affinity: frozenset[int] | None = None) -> 
 
     Systems without /sys (macOS, Windows) report numbers of cores only: one node, and no CPU is bound.
     """
-    if not (root / _CPUS / "online").is_file():
+    has_affinity = affinity is not None or hasattr(os, "sched_getaffinity")
+    if not has_affinity or not (root / _CPUS / "online").is_file():
         return _counted()
     online = parse_cpus((root / _CPUS / "online").read_text())
     if affinity is None:

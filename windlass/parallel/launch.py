@@ -33,6 +33,7 @@ from windlass import errors
 from windlass.child_process import start_child
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
+from windlass.machine.posix import need_posix
 from windlass.parallel.channel import Sender, make_ring
 from windlass.parallel.place import Place, StoreFile, StoreServer
 from windlass.parallel.rank_process import (
@@ -91,6 +92,7 @@ class RankProcesses(ABC):
             if stage * tp in own and (stage + 1) * tp - 1 in own
         }
         self._tp = tp
+        need_posix("An engine with several ranks", "select.poll")
         pairs = [socket.socketpair() for _ in ranks]
         self._near = [own for own, _ in pairs]
         self._segment = make_ring(len(ranks))

@@ -30,6 +30,7 @@ import msgspec
 
 from windlass.config import ParallelConfig
 from windlass.errors import ConfigError, EngineError
+from windlass.machine.posix import need_posix
 from windlass.parallel.channel import receive_exactly
 
 _log = logging.getLogger("windlass.parallel")
@@ -408,6 +409,7 @@ def _connect(
     parallel: ParallelConfig, identity: Identity, wait: _Wait, *, again: bool
 ) -> socket.socket | Refused | None:
     """The link to node 0, or its refusal; None: node 0 did not take the connection, or closed it."""
+    need_posix("--nnodes", "select.poll")
     address = (parallel.master_addr, parallel.master_port)
     with contextlib.ExitStack() as undo:
         link = undo.enter_context(socket.create_connection(address, timeout=_HANDSHAKE_S))

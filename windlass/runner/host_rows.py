@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from windlass.errors import ConfigError, EngineError
 from windlass.kernels.storages import Held, held
+from windlass.machine.posix import map_private
 from windlass.runner.device import free_bytes, gib
 
 # Pinning one piece may delay kernel launches by some milliseconds.
@@ -176,5 +176,5 @@ class _PinnedPieces:
 
 def _allocate(num_rows: int, row_bytes: int) -> Tensor:
     # By default, forked processes would share it.
-    memory = mmap.mmap(-1, num_rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = map_private(num_rows * row_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8).view(num_rows, row_bytes)

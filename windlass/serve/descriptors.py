@@ -7,7 +7,7 @@ needs pipes and sockets. Therefore a reserve is subtracted from the connection l
 from __future__ import annotations
 
 import contextlib
-import resource
+from importlib.util import find_spec
 
 import psutil
 
@@ -23,6 +23,10 @@ _IF_UNLIMITED = 2**16  # used where the limit is infinite
 
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard one; child processes inherit it."""
+    if find_spec("resource") is None:  # Windows has no such limit
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _IF_UNLIMITED if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -37,6 +41,11 @@ def connection_cap(requested: int) -> Choice:
 
     Counts the descriptors in use, so call it after the server has opened its own.
     """
+    if find_spec("resource") is None:
+        count = _MAX_DEFAULT if requested == AUTO else requested
+        return Choice("connections", str(count), "this system does not limit open files")
+    import resource
+
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _IF_UNLIMITED if soft == resource.RLIM_INFINITY else soft
     num_used = psutil.Process().num_fds()

@@ -82,7 +82,8 @@ class Journal:
         if self._failed:
             return
         try:
-            os.pwrite(self._file, _COUNT.pack(len(fingerprints)) + b"".join(fingerprints), 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.write(self._file, _COUNT.pack(len(fingerprints)) + b"".join(fingerprints))
         except OSError as error:  # a full disk must not fail the steps
             self._failed = True
             self._path.unlink(missing_ok=True)  # its list would be stale from now on

@@ -13,7 +13,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -162,7 +161,7 @@ async def _serve_until_signal(parts: ServerParts) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    if sys.platform != "win32":
+    if hasattr(signal, "SIGHUP"):
         _reload_on_hangup(lambda: loop.call_soon_threadsafe(parts.reloads.request), on_signal)
     return await serve_until(stop, parts)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from windlass.config import ServeConfig
 from windlass.core.card import EngineReport
 from windlass.errors import ConfigError
+from windlass.machine.posix import need_posix
 
 OnReady = Callable[[EngineReport, str], None]  # called with the URL once the server listens
 
@@ -35,6 +36,7 @@ def bind(config: ServeConfig) -> socket.socket:
 
 def _bind_path(path: str, mode: int) -> socket.socket:
     """Bind a unix socket; replaces a stale one that no server listens on."""
+    need_posix("--uds", "socket.AF_UNIX")
     listener = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).exists() and stat.S_ISSOCK(os.stat(path).st_mode):

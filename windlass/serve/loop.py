@@ -48,7 +48,8 @@ _LINGER_MS = 2000
 # The HTTP process considers the engine hung after `hang_timeout`, sends DUMP_SIGNAL, and kills it after
 # 1.5 times that (health.py). In between, the engine process dumps its stacks once more and exits.
 _SELF_EXIT_AFTER = 1.25
-DUMP_SIGNAL = signal.SIGUSR1  # logs the stacks of all threads, even if one never returns to Python
+# Logs the stacks of all threads, even if one never returns to Python. None: Windows has no such signal.
+DUMP_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoR
     # Torch's allocator would keep the memory that loading needed until the next allocation.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL, chain=False)
+    if DUMP_SIGNAL is not None:
+        faulthandler.register(DUMP_SIGNAL, chain=False)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -190,11 +190,13 @@ class EngineProcess:
 
     def dump_stacks(self) -> None:
         """Log the stacks of all threads; a stopped process does it when it is continued."""
-        self._signal(DUMP_SIGNAL)
+        if DUMP_SIGNAL is not None:
+            self._signal(DUMP_SIGNAL)
 
     def resume(self) -> None:
         """Continue a stopped process."""
-        self._signal(signal.SIGCONT)
+        if hasattr(signal, "SIGCONT"):  # Windows stops no processes
+            self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         if self._process.pid is not None and not self._dead.is_set():

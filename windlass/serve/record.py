@@ -42,7 +42,7 @@ class Recorder:
         try:
             # User texts: only the server's own account may read them.
             # O_NONBLOCK: opening a pipe would wait for its reader.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
             self._file = os.open(path, flags, 0o600)
             self._check_private()
         except OSError as error:
@@ -54,6 +54,8 @@ class Recorder:
     def _check_private(self) -> None:
         """Raise ConfigError if another user made the file, or may read it. Checked after opening."""
         status = os.fstat(self._file)
+        if not hasattr(os, "geteuid"):  # Windows: its access control lists are no modes
+            return
         is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not is_own or status.st_mode & 0o077:
             os.close(self._file)

@@ -43,8 +43,9 @@ _LISTING_SHARE = 0.02  # of the time may be spent with them
 _HOUSEKEEPING_S = 60.0  # between looks at other models' records, and for dead writers
 _MAX_UNSYNCED = 4096  # later records push older ones out, which the kernel writes by itself
 _MAX_HITS = 2**63
-_READ = os.O_NOFOLLOW | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Windows has neither flag; `open_directory` refuses it.
+_READ = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 

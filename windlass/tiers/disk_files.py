@@ -10,7 +10,6 @@ write, and no faster to read, but its records could only be evicted together.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from windlass.errors import ConfigError
 from windlass.folders import check_private, write_atomically
+from windlass.machine.posix import need_posix
 from windlass.tiers.fingerprint import DIGEST_BYTES, Fingerprint
 
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -46,6 +46,7 @@ class StoredRecord(NamedTuple):
 
 def open_directory(directory: Path) -> None:
     """Create the directory with mode 0700, or check that no other user could have written into it."""
+    need_posix("--prefix-cache-dir", "fcntl", "os.preadv", "os.O_DIRECTORY")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -161,6 +162,8 @@ def remove_dead_writers(folder: Path) -> int:
 
 
 def _try_lock(descriptor: int) -> bool:
+    import fcntl
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

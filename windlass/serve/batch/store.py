@@ -290,6 +290,8 @@ def _make_private(folder: Path) -> None:
         writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(f"--data-dir {folder}: {error.strerror or error}.") from error
+    if not hasattr(os, "geteuid"):  # Windows: its access control lists are no modes
+        return
     if status.st_uid != os.geteuid():
         raise ConfigError(
             f"--data-dir {folder} belongs to user {status.st_uid}, who could read the requests of "

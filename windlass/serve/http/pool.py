@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.child_process import start_child
 from windlass.core.card import Choice
 from windlass.errors import EngineError, WorkerDied
+from windlass.machine.posix import need_posix
 from windlass.serve.acceptor import accept_forever, accept_from
 from windlass.serve.health import Heartbeat
 from windlass.serve.http import messages
@@ -150,6 +151,7 @@ class HttpWorkers:
 
     def __init__(self, services: Services, max_connections: int) -> None:
         """`max_connections`: of each worker."""
+        need_posix("--http-workers above 1", "socket.AF_UNIX", "socket.send_fds")
         self._services = services
         self._folder = tempfile.TemporaryDirectory(prefix="windlass-http-")
         path = str(Path(self._folder.name) / "server")

@@ -19,6 +19,7 @@ from typing import Any
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import EngineError
+from windlass.machine.posix import need_posix
 from windlass.text.grammar.vocabulary import Vocabulary
 from windlass.text.grammar.wire import recv_frame, send_frame
 
@@ -117,6 +118,7 @@ class Sandbox:
                 self._start()
 
     def _start(self) -> socket.socket:
+        need_posix("Structured output (its sandbox)", "os.fork", "resource", "socket.send_fds")
         mine, theirs = socket.socketpair()
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         command = [sys.executable, "-I", "-c", _PROGRAM, str(theirs.fileno()), path]

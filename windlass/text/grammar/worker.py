@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
-import resource
 import select
 import signal
 import socket
@@ -112,6 +112,8 @@ class _Compiler:
         os._exit(0)
 
     def _enter_limits(self) -> None:
+        import resource
+
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep llguidance's panics out of the log
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if sys.platform == "linux":  # other systems do not enforce it
@@ -221,10 +223,12 @@ def _read_all(read_end: int, connection: socket.socket, deadline: float) -> tupl
 def _address_space() -> int:
     """Mapped bytes of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+        return int(file.read().split()[0]) * mmap.PAGESIZE
 
 
 def _peak_resident() -> int:
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

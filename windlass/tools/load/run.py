@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -125,7 +125,7 @@ def measure(
 ) -> ServeResult:
     """Run every point. Ctrl-C ends the current run; pressing it twice ends everything."""
     factory = None
-    if sys.platform != "win32":
+    if find_spec("uvloop") is not None:
         import uvloop
 
         factory = uvloop.new_event_loop
