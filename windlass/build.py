@@ -30,6 +30,7 @@ from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
 from windlass.engine import Engine, EnginePeers
 from windlass.errors import ConfigError, EngineError
+from windlass.machine.topology import CpuSlot
 from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
@@ -214,11 +215,12 @@ def _build_engine(
                 rank = replace(rank, peers=_join_peers(rank, shared))
             return _finish(rank, source, log, requested_spec)
         from windlass.parallel.groups import connect
-        from windlass.runner.device import claim_gpu
+        from windlass.runner.device import claim_gpu, claimed_cpus
         from windlass.runner.worker import Followers
 
         own = claim_gpu(config, ranks.place)
-        ranks.build(partial(build_worker, config, source))
+        cpus = claimed_cpus(config.parallel)
+        ranks.build(partial(build_worker, config, source, cpus))
         ranks.wait_until_ready()
         mesh = connect(ranks.place)
         ranks.interrupts = mesh.interrupts
@@ -276,17 +278,22 @@ def _ranks(
 
 
 def build_worker(
-    config: EngineConfig, source: Source, place: Place, ready: Callable[[], object]
+    config: EngineConfig,
+    source: Source,
+    cpus: CpuSlot,
+    place: Place,
+    ready: Callable[[], object],
 ) -> Handler:
-    """Build a rank beside rank 0, in its own process."""
+    """Build a rank beside rank 0, in its own process. `cpus`: of the machine's first rank of this engine."""
     from windlass.parallel.groups import connect
-    from windlass.runner.device import choose_device, claim_gpu
+    from windlass.runner.device import choose_device, claim_cpus, claim_gpu
     from windlass.runner.expert_load import NetworkLoad
     from windlass.runner.memory import RunnerMemory
     from windlass.runner.worker import Worker
 
     config = _resolve_speculation(config, source, choose_device(config.model).type)
     config = claim_gpu(config, place)
+    claim_cpus(config.model, CpuSlot(cpus.index + place.local_rank, cpus.count))
     sends_results = place.rank == config.parallel.last_stage
     if (
         not sends_results
@@ -626,12 +633,19 @@ def build_for_process(
     replica: int,
     master: Master | None = None,
     shared: SharedRings | None = None,
+    cpus: CpuSlot | None = None,
 ) -> tuple[Engine, EngineReport]:
-    """Build a replica in its engine process. The arguments are sent to that process."""
+    """Build a replica in its engine process. The arguments are sent to that process.
+
+    `cpus`: of replica 0 among all engine processes of the machine; None: there is no other engine.
+    """
     import_torch()
-    from windlass.runner.device import claim_devices
+    from windlass.runner.device import claim_cpus, claim_devices
 
     claim_devices(config, replica)
+    cpus = cpus or CpuSlot(0, config.parallel.processes_per_node)
+    index = cpus.index + replica * config.parallel.ranks_per_node
+    claim_cpus(config.model, CpuSlot(index, cpus.count))
     built = _build_engine(config, source, exit_when_lost=True, master=master, shared=shared)
     return built.engine, built.report
 

@@ -20,6 +20,7 @@ from windlass.build import (
 from windlass.config import AUTO, EngineConfig, ServeConfig, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
+from windlass.machine.topology import CpuSlot
 from windlass.models.file_digest import file_digest
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
@@ -58,8 +59,13 @@ def make_client(
     )
 
 
-def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
-    """The build function of each replica. With several machines, opens the port where they join."""
+def build_replicas(
+    config: EngineConfig, source: Source, cpus: CpuSlot | None = None
+) -> list[Build]:
+    """The build function of each replica. With several machines, opens the port where they join.
+
+    `cpus`: of replica 0 among all engine processes of the machine; None: there is no other engine.
+    """
     parallel, master = config.parallel, None
     if parallel.node_rank > 0:
         raise ConfigError(
@@ -80,7 +86,7 @@ def build_replicas(config: EngineConfig, source: Source) -> list[Build]:
         if rings:
             seen = {replica: rings[replica]} if replica in rings else rings
             shared = SharedRings(replica, seen)
-        builds.append(partial(build_for_process, config, source, replica, master, shared))
+        builds.append(partial(build_for_process, config, source, replica, master, shared, cpus))
     return builds
 
 
@@ -114,7 +120,8 @@ def _serve_node(config: EngineConfig) -> int:
 
     opened = open_model(config)
     check_stages(opened.hparams, config.parallel.pipeline_parallel_size)
-    build = partial(build_worker, config, opened.source)
+    cpus = CpuSlot(0, config.parallel.processes_per_node)
+    build = partial(build_worker, config, opened.source, cpus)
     work = NodeWork(config.parallel, import_torch, build)
     return serve_node(work, _facts(config, opened.source))
 
@@ -156,24 +163,34 @@ def serve(
         _check_fallbacks(config, fallbacks)
     if serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
-    client, open_card = _served(config, files, serve_config)
+    slots = iter(cpu_slots([config, *(other for _, other in fallbacks if other is not None)]))
+    client, open_card = _served(config, files, serve_config, next(slots))
     started = StartConfig(engine=config, sources=sources or {})
     parts = []
     for step, other in fallbacks:
-        of_model = () if other is None else _served(other, resolve(other.model), serve_config)
-        parts.append(FallbackParts(step, *of_model))
+        if other is None:
+            parts.append(FallbackParts(step))
+        else:
+            served = _served(other, resolve(other.model), serve_config, next(slots))
+            parts.append(FallbackParts(step, *served))
     return run_server(client, open_card, serve_config, on_ready, started=started, fallbacks=parts)
 
 
+def cpu_slots(engines: Sequence[EngineConfig]) -> list[CpuSlot]:
+    """The place of each engine's first process among the processes of all engines on this machine."""
+    counts = [each.parallel.processes_per_node for each in engines]
+    return [CpuSlot(sum(counts[:i]), sum(counts)) for i in range(len(counts))]
+
+
 def _served(
-    config: EngineConfig, files: ModelFiles, serve_config: ServeConfig
+    config: EngineConfig, files: ModelFiles, serve_config: ServeConfig, cpus: CpuSlot
 ) -> tuple[EngineClient, Callable[[], ModelCard]]:
     """The client of a model's engine, and the function that opens the model and builds the engine."""
     client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
 
     def open_card() -> ModelCard:
         opened = open_files(files, config)
-        client.build_with(*build_replicas(config, opened.source))
+        client.build_with(*build_replicas(config, opened.source, cpus))
         return opened.card
 
     return client, open_card

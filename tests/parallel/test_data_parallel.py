@@ -23,9 +23,10 @@ from tests.system.server import Server, serving
 from windlass import LLM, AsyncLLM, SamplingParams
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.machine.topology import Core, Topology
+from windlass.machine.topology import Core, CpuSlot, Topology
 from windlass.runner import device
 from windlass.runner.device import claim_devices
+from windlass.start import cpu_slots
 
 OPTIONS = {
     "load_format": "dummy",
@@ -241,18 +242,27 @@ def test_each_replica_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = tuple(Core(0, (number,)) for number in range(8))
-    monkeypatch.setattr(device, "read_topology", lambda: Topology(cores, 8, 8, 1))
+    monkeypatch.setattr(device, "process_topology", lambda: Topology(cores, 8, 8, 1))
     config = EngineConfig.of(device="cpu", data_parallel_size=4)
     claim_devices(config, 3)
     before = torch.get_num_threads()
     try:
-        assert device.choose_threads(config.model, config.parallel.processes_per_node).count == 2
+        assert device.choose_threads(config.model, CpuSlot(3, 4)).count == 2
+        assert device.claimed_cpus(config.parallel) == CpuSlot(0, 4)
     finally:
         torch.set_num_threads(before)
     assert config.limits("cpu").memory_share == EngineConfig().limits("cpu").memory_share / 4
     assert config.limits("cuda").memory_share == EngineConfig().limits("cuda").memory_share
     with pytest.raises(ConfigError, match="at least one CPU, and 8 are allowed"):
         claim_devices(EngineConfig.of(device="cpu", data_parallel_size=9), 0)
+
+
+def test_engines_of_a_server_divide_the_cores() -> None:
+    """The replicas of the model come first, then the models of --fallback, with all their ranks."""
+    model = EngineConfig.of(data_parallel_size=2)
+    fallbacks = [EngineConfig.of(tensor_parallel_size=2), EngineConfig()]
+    assert cpu_slots([model, *fallbacks]) == [CpuSlot(0, 5), CpuSlot(2, 5), CpuSlot(4, 5)]
+    assert cpu_slots([EngineConfig()]) == [CpuSlot(0, 1)]
 
 
 def test_replicas_run_on_one_machine() -> None:

@@ -7,6 +7,7 @@ own, those of one node first.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,16 +54,58 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
+class CpuSlot:
+    """Which of the engine processes of a machine a process is: they divide the cores."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class CpuShare:
     """The cores of one of several processes, and how many threads compute on them."""
 
     cores: tuple[Core, ...]
     num_threads: int
     reason: str
+    is_bound: bool = False  # there are several NUMA nodes, so threads stay on theirs
 
     @property
     def cpus(self) -> tuple[int, ...]:
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
+
+    @property
+    def thread_cpus(self) -> tuple[tuple[int, ...], ...] | None:
+        """The CPUs of each thread's node; None: threads run on any CPU.
+
+        Threads are numbered by node, and a thread packs the same part of a weight as it multiplies with later.
+        So the kernel, which places a page on the node that writes it first, places weights where they are read.
+        A thread is not bound to one core: it would wait there for another process.
+        """
+        if not self.is_bound:
+            return None
+        of_node = {
+            node: tuple(
+                sorted(cpu for core in self.cores if core.node == node for cpu in core.cpus)
+            )
+            for node in {core.node for core in self.cores}
+        }
+        count = len(self.cores)
+        return tuple(
+            of_node[self.cores[i * count // self.num_threads].node] for i in range(self.num_threads)
+        )
+
+
+def bind_process(share: CpuShare) -> None:
+    """Keep this thread, and those that it starts from now on, on the share's node."""
+    if share.is_bound and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share.cpus)
+
+
+@functools.cache
+def process_topology() -> Topology:
+    """The topology when it was first asked for: binding the process narrows its affinity mask."""
+    return read_topology()
 
 
 def read_topology(root: Path = ROOT, affinity: frozenset[int] | None = None) -> Topology:
@@ -93,11 +136,12 @@ def read_topology(root: Path = ROOT, affinity: frozenset[int] | None = None) -> 
     )
 
 
-def share_cpus(topology: Topology, index: int = 0, count: int = 1) -> CpuShare:
-    """The cores of process `index` of `count` on this machine.
+def share_cpus(topology: Topology, slot: CpuSlot = CpuSlot()) -> CpuShare:  # noqa: B008 - frozen
+    """The cores of one of the engine processes of this machine.
 
     A process gets cores of one node. One process gets the node with the most cores.
     """
+    index, count = slot.index, slot.count
     cores = _node_cores(topology, index, count)
     nodes = topology.nodes
     num_threads, limits = len(cores), [_physical(len(cores))]
@@ -108,7 +152,7 @@ def share_cpus(topology: Topology, index: int = 0, count: int = 1) -> CpuShare:
         limits.append(f"the CPU quota is {topology.quota:g} cores")
     if count > 1:
         limits.append(f"{count} processes share {_physical(len(topology.cores))}")
-    return CpuShare(cores, num_threads, "; ".join(limits))
+    return CpuShare(cores, num_threads, "; ".join(limits), is_bound=len(nodes) > 1)
 
 
 def threads_as_set(topology: Topology, share: CpuShare, num_threads: int) -> CpuShare:
@@ -117,7 +161,8 @@ def threads_as_set(topology: Topology, share: CpuShare, num_threads: int) -> Cpu
     if num_threads > len(cores):
         others = [core for core in topology.cores if core not in cores]
         cores = (*cores, *others[: num_threads - len(cores)])
-    return CpuShare(cores, num_threads, "as set")
+        cores = tuple(sorted(cores, key=lambda core: (core.node, core.cpus)))
+    return CpuShare(cores, num_threads, "as set", share.is_bound)
 
 
 def parse_cpus(text: str) -> frozenset[int]:

@@ -15,11 +15,19 @@ from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.gpu import gpu_of
 from windlass.machine.cgroup import memory_limit
-from windlass.machine.topology import read_topology, share_cpus
+from windlass.machine.topology import (
+    CpuShare,
+    CpuSlot,
+    bind_process,
+    process_topology,
+    share_cpus,
+    threads_as_set,
+)
 from windlass.models.hparams import HParams
 from windlass.models.network import kv_layout
 from windlass.parallel.mesh import Mesh
 from windlass.parallel.place import Place
+from windlass.parallel_config import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +135,11 @@ def choose_kv_format(
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The number of CPU threads, and why."""
+    """The number of CPU threads, and why. `cpus`: those of each thread; None: any."""
 
     count: int
     reason: str
+    cpus: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def choice(self) -> Choice:
@@ -149,7 +158,7 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
     option, ranks = f"--data-parallel-size {parallel.data_parallel_size}", parallel.ranks_per_node
     num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
-        cpus = read_topology().num_usable_cpus
+        cpus = process_topology().num_usable_cpus
         if parallel.data_parallel_size > cpus:
             raise ConfigError(
                 f"{option}: a replica needs at least one CPU, and {cpus} are allowed. Use at "
@@ -193,20 +202,42 @@ def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
     return replace(config, model=replace(config.model, enforce_eager=True))
 
 
-def choose_threads(config: ModelConfig, num_processes: int = 1) -> ThreadChoice:
+_claimed: CpuSlot | None = None
+
+
+def claim_cpus(config: ModelConfig, slot: CpuSlot) -> None:
+    """Take this process' part of the cores. With several NUMA nodes, the process stays on its node.
+
+    Must precede the first allocation of weights, since the kernel places memory on the node that writes it.
+    """
+    global _claimed
+    _claimed = slot
+    bind_process(_share(config, slot))
+
+
+def claimed_cpus(parallel: ParallelConfig) -> CpuSlot:
+    """What this process has claimed; else the first of the processes of its engine."""
+    return _claimed or CpuSlot(0, parallel.processes_per_node)
+
+
+def choose_threads(config: ModelConfig, slot: CpuSlot = CpuSlot()) -> ThreadChoice:  # noqa: B008 - frozen
     """As set, or this process' share of the cores. torch's own operators use as many threads.
 
     torch has one setting per process. With several engines in a process, operators of torch (eager
     steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
     of each engine use its own pool.
     """
+    share = _share(config, slot)
+    torch.set_num_threads(share.num_threads)
+    return ThreadChoice(share.num_threads, share.reason, share.thread_cpus)
+
+
+def _share(config: ModelConfig, slot: CpuSlot) -> CpuShare:
+    topology = process_topology()
+    share = share_cpus(topology, slot)
     if config.num_threads == AUTO:
-        share = share_cpus(read_topology(), count=num_processes)
-        threads = ThreadChoice(share.num_threads, share.reason)
-    else:
-        threads = ThreadChoice(config.num_threads, "as set")
-    torch.set_num_threads(threads.count)
-    return threads
+        return share
+    return threads_as_set(topology, share, config.num_threads)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -93,8 +93,8 @@ def make_blueprint(
     placements = _placements(config.parallel, hparams)
     where = found.choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model, config.parallel.processes_per_node)
-    workers = workers or Workers(threads.count)
+    threads = found.choose_threads(config.model, found.claimed_cpus(config.parallel))
+    workers = workers or Workers(threads.count, cpus=threads.cpus)
     dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         kernel_need(

@@ -7,8 +7,10 @@ computes in one thread and shares its pool with no other engine, so no mode leak
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -17,6 +19,8 @@ import torch
 from windlass.errors import OutOfMemory, WorkerDied
 from windlass.kernels.native.commands import Call, Command, Step
 from windlass.kernels.native.compiled import Native, NativeUnavailable, load
+
+_log = logging.getLogger("windlass.kernels")
 
 _NO_STEP = Step()
 _LOST = 2  # windlass_run: a collective waited for a rank that is gone
@@ -38,7 +42,10 @@ class Timer(Protocol):
 class Pool:
     """Owns the library's functions, its threads and the active recorder, if any."""
 
-    def __init__(self, native: Native, num_threads: int) -> None:
+    def __init__(
+        self, native: Native, num_threads: int, cpus: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """`cpus`: those that each thread may run on; the caller, thread 0, is not bound here."""
         self.native = native
         self.functions = _declare(native.functions)
         self.num_threads = num_threads
@@ -49,6 +56,15 @@ class Pool:
         if not self.handle:
             raise NativeUnavailable(f"the system refused {num_threads} threads")
         weakref.finalize(self, self.functions.windlass_pool_free, self.handle)
+        for thread, of_thread in enumerate(cpus or ()):
+            if thread > 0:
+                self._bind(thread, of_thread)
+
+    def _bind(self, thread: int, cpus: Sequence[int]) -> None:
+        array = (ctypes.c_int32 * len(cpus))(*cpus)
+        failed = self.functions.windlass_pool_bind(self.handle, thread, array, len(cpus))
+        if failed:  # a sandbox may forbid it; results are the same, memory may be of another node
+            _log.warning("thread %d is not bound to its NUMA node: %s", thread, os.strerror(failed))
 
     def run(self, call: Call, step: Step | None = None) -> None:
         """Run one call, or pass it to the active recorder."""
@@ -106,11 +122,18 @@ class Workers:
     """An engine's pool, created at first use, or the reason why there is none.
 
     The kernels of one engine, and of its draft model, get the same workers: threads of two pools would
-    compete for the cores. Without `num_threads` the pool has as many threads as torch uses.
+    compete for the cores. Without `num_threads` the pool has as many threads as torch uses. `cpus`: those of
+    each thread.
     """
 
-    def __init__(self, num_threads: int | None = None, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        pool: Pool | None = None,
+        cpus: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._num_threads = num_threads
+        self._cpus = cpus
         self._pool = pool
         self._unavailable: str | None = None
         self.compile_s = 0.0  # seconds for which the kernels were compiled
@@ -121,7 +144,8 @@ class Workers:
             try:
                 native = load()
                 self.compile_s = native.compile_s
-                self._pool = Pool(native, self._num_threads or torch.get_num_threads())
+                num_threads = self._num_threads or torch.get_num_threads()
+                self._pool = Pool(native, num_threads, self._cpus)
             except NativeUnavailable as error:
                 self._unavailable = str(error)
         return self._unavailable
@@ -143,6 +167,8 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.windlass_reads_nonfinite_f16.argtypes = ()
     functions.windlass_pool_new.restype = pointer
     functions.windlass_pool_new.argtypes = (int32, int32)
+    functions.windlass_pool_bind.restype = int32
+    functions.windlass_pool_bind.argtypes = (pointer, int32, pointer, int32)
     functions.windlass_pool_free.restype = None
     functions.windlass_pool_free.argtypes = (pointer,)
     functions.windlass_packed_bytes.restype = ctypes.c_uint64

@@ -26,6 +26,9 @@ int32_t windlass_reads_nonfinite_f16(void);
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us);
 void windlass_pool_free(WindlassPool* pool);
 
+// Lets worker `thread` (from 1; 0 is the caller) run on `count` CPUs only. Returns 0 or an errno.
+int32_t windlass_pool_bind(WindlassPool* pool, int32_t thread, const int32_t* cpus, int32_t count);
+
 uint64_t windlass_packed_bytes(const WindlassWeight* weight);
 
 // Packs codes [outputs][inputs]. Scales are float16, or float32 for table4.

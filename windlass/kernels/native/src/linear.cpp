@@ -101,4 +101,8 @@ WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
 
 void windlass_pool_free(WindlassPool* pool) { delete pool; }
 
+int32_t windlass_pool_bind(WindlassPool* pool, int32_t thread, const int32_t* cpus, int32_t count) {
+  return pool->pool.bind(thread, cpus, count);
+}
+
 }  // extern "C"

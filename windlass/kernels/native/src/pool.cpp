@@ -2,7 +2,13 @@
 
 #include "pool.h"
 
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <new>
 
@@ -32,6 +38,25 @@ void Pool::stop() {
   }
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+}
+
+int Pool::bind(int thread, const int32_t* cpus, int count) {
+  if (thread < 1 || thread >= threads() || count < 1) return EINVAL;
+#ifdef __linux__
+  const int last = *std::max_element(cpus, cpus + count);
+  cpu_set_t* set = CPU_ALLOC(last + 1);
+  if (set == nullptr) return ENOMEM;
+  const size_t bytes = CPU_ALLOC_SIZE(last + 1);
+  CPU_ZERO_S(bytes, set);
+  for (int i = 0; i < count; ++i) CPU_SET_S(cpus[i], bytes, set);
+  const int failed =
+      pthread_setaffinity_np(workers_[static_cast<size_t>(thread - 1)].native_handle(), bytes, set);
+  CPU_FREE(set);
+  return failed;
+#else
+  (void)cpus;
+  return ENOSYS;
+#endif
 }
 
 uint8_t* Pool::buffer(size_t bytes) {

@@ -26,6 +26,9 @@ class Pool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
+  // Lets a worker run on some CPUs only. Returns 0 or an errno.
+  int bind(int thread, const int32_t* cpus, int count);
+
   // Held during a whole operation: jobs and the buffer belong to one caller at a time.
   std::mutex& mutex() { return mutex_; }
 
