@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import openai
 import pytest
 import torch
@@ -68,6 +69,38 @@ def test_the_openai_client(server: Server, want: torch.Tensor) -> None:
         server.openai.embeddings.create(model=name, input="t7", dimensions=12)
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         server.openai.embeddings.create(model="another", input="t7")
+
+
+def test_ollamas_client(server: Server, want: torch.Tensor) -> None:
+    client = ollama.Client(host=server.url)
+    name = client.list().models[0].model or ""
+    made = client.embed(model=f"{name}:latest", input=list(TEXTS), options={"num_ctx": 64})
+    torch.testing.assert_close(torch.tensor(made.embeddings), want, atol=1e-5, rtol=1e-5)
+    assert (made.model, made.prompt_eval_count) == (name, 9)
+    assert made.total_duration
+    (short,) = client.embed(model=name, input="t7", dimensions=8).embeddings
+    assert len(short) == 8
+    old = torch.tensor(client.embeddings(model=name, prompt="t5 t6").embedding)
+    assert old.norm() > 2
+    torch.testing.assert_close(
+        torch.nn.functional.normalize(old, dim=0), want[0], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_ollamas_client_gets_errors(server: Server) -> None:
+    client = ollama.Client(host=server.url)
+    name = client.list().models[0].model or ""
+    long = " ".join(["t5"] * (CONTEXT + 8))
+    (cut,) = client.embed(model=name, input=long).embeddings
+    assert len(cut) == HIDDEN
+    for call, message in (
+        (lambda: client.embed(model=name, input=long, truncate=False), str(CONTEXT)),
+        (lambda: client.embed(model="another", input="t5"), "does not exist"),
+        (lambda: client.embed(model=name, input="t5", options={"mystery": 1}), "mystery"),
+        (lambda: client.embed(model=name, input=[]), "input is empty"),
+    ):
+        with pytest.raises(ollama.ResponseError, match=message):
+            call()
 
 
 def test_every_form_of_input_gives_the_same(server: Server, want: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from pydantic import Field
 from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
+from windlass.serve.pooling_api import EmbeddingRequest, Texts
 from windlass.serve.protocol import Body, ChatRequest, CompletionRequest, DeadlineField
 
 Json = dict[str, Any]
@@ -119,6 +120,61 @@ class OllamaGenerateRequest(OllamaRequest):
         messages = [*system, {"role": "user", "content": self.prompt}]
         fields = {"messages": messages, **self.common(), **self.thinking()}
         return ChatRequest.of(fields, self.num_bytes)
+
+
+class _OllamaPoolingRequest(Body):
+    """Fields of both endpoints for embeddings."""
+
+    options: Json | None = None
+    keep_alive: Any = None
+
+    def embedding(self, fields: Json) -> EmbeddingRequest:
+        """The request to /v1/embeddings with these fields."""
+        for name in self.options or {}:
+            if name not in _ENGINE_OPTIONS and name not in _OPTIONS:
+                raise RequestError(
+                    f"options has {abbreviate(name)}, which is not supported.", "options"
+                )
+        converted = EmbeddingRequest.of(
+            {"model": model_name(self.model), **fields}, num_bytes=self.num_bytes
+        )
+        converted.add_unknown(self.unknown_fields)
+        return converted
+
+
+class OllamaEmbedRequest(_OllamaPoolingRequest):
+    """POST /api/embed"""
+
+    input: str | Texts
+    truncate: bool = True
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+    @classmethod
+    def read_embedding(cls, raw: bytes) -> EmbeddingRequest:
+        """Vectors have the length 1, and a text that is too long is cut unless `truncate` is false."""
+        body = cls.read(raw)
+        return body.embedding(
+            {
+                "input": body.input,
+                "truncate_prompt_tokens": -1 if body.truncate else None,
+                "dimensions": body.dimensions,
+                "use_activation": True,
+            }
+        )
+
+
+class OllamaEmbeddingsRequest(_OllamaPoolingRequest):
+    """POST /api/embeddings: the older endpoint, of one text."""
+
+    prompt: str
+
+    @classmethod
+    def read_embedding(cls, raw: bytes) -> EmbeddingRequest:
+        """The vector is not normalised."""
+        body = cls.read(raw)
+        return body.embedding(
+            {"input": body.prompt, "truncate_prompt_tokens": -1, "use_activation": False}
+        )
 
 
 class OllamaShowRequest(Body):

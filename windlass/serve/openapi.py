@@ -19,7 +19,13 @@ from windlass.serve.llama_api import (
     LlamaInfillRequest,
     LlamaTokenizeRequest,
 )
-from windlass.serve.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from windlass.serve.ollama_api import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from windlass.serve.pooling_api import EmbeddingRequest, RerankRequest, ScoreRequest
 from windlass.serve.protocol import (
     ChatRequest,
@@ -161,6 +167,8 @@ _OPERATIONS = {
     "POST /api/generate": Operation(
         _OLLAMA, "Complete a text", (OllamaGenerateRequest,), (_JSON, _LINES)
     ),
+    "POST /api/embed": Operation(_OLLAMA, "Embed texts", (OllamaEmbedRequest,)),
+    "POST /api/embeddings": Operation(_OLLAMA, "Embed a text", (OllamaEmbeddingsRequest,)),
     "POST /api/show": Operation(_OLLAMA, "Describe a model", (OllamaShowRequest,)),
     "GET /api/tags": Operation(_OLLAMA, "List the model and its adapters"),
     "GET /api/version": Operation(_OLLAMA, "The server's version"),

@@ -27,6 +27,7 @@ from windlass.serve.bodies import read_as, request_id_header, unknown_fields_hea
 from windlass.serve.cost import cost_json
 from windlass.serve.desk import Ticket
 from windlass.serve.keys import BATCH_OWNER, Sender
+from windlass.serve.ollama_api import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from windlass.serve.pooling_api import (
     EmbeddingRequest,
     PoolingRequest,
@@ -61,6 +62,10 @@ class _Pooled:
     vectors: list[bytes]
     usage: Json
 
+    @property
+    def num_numbers(self) -> int:
+        return sum(map(len, self.vectors)) // 4  # float32
+
     def head(self, **fields: Any) -> Json:
         created = int(time.time())
         return {"id": self.response_id, "created": created, "model": self.model, **fields}
@@ -85,6 +90,16 @@ class Pooling:
 
     async def embeddings(self, request: Request) -> Response:
         return await self._respond(request, "embeddings", EmbeddingRequest.read, self._embed)
+
+    async def ollama_embed(self, request: Request) -> Response:
+        return await self._respond(
+            request, "embeddings", OllamaEmbedRequest.read_embedding, self._ollama_embed
+        )
+
+    async def ollama_embeddings(self, request: Request) -> Response:
+        return await self._respond(
+            request, "embeddings", OllamaEmbeddingsRequest.read_embedding, self._ollama_embeddings
+        )
 
     async def score(self, request: Request) -> Response:
         return await self._respond(request, "score", ScoreRequest.read, self._score)
@@ -123,21 +138,38 @@ class Pooling:
     # ---- the endpoints -----------------------------------------------------------------------
 
     async def _embed(self, body: EmbeddingRequest, call: _Call) -> bytes:
+        pooled = await self._vectors(body, call)
+        is_base64 = body.encoding_format == "base64"
+        return await self._off_loop(
+            pooled.num_numbers > _INLINE_NUMBERS, _embeddings_json, pooled, is_base64
+        )
+
+    async def _ollama_embed(self, body: EmbeddingRequest, call: _Call) -> bytes:
+        began = time.monotonic()
+        pooled = await self._vectors(body, call)
+        seconds = time.monotonic() - began
+        return await self._off_loop(
+            pooled.num_numbers > _INLINE_NUMBERS, _ollama_json, pooled, seconds
+        )
+
+    async def _ollama_embeddings(self, body: EmbeddingRequest, call: _Call) -> bytes:
+        (vector,) = (await self._vectors(body, call)).vectors
+        return msgspec.json.encode({"embedding": array("f", vector).tolist()})
+
+    async def _vectors(self, body: EmbeddingRequest, call: _Call) -> _Pooled:
         pooling, prompts = self._services.card.pooling, as_prompts(body.input)
         pooling.check("embed")
         activation = body.normalize if body.use_activation is None else body.use_activation
         params = pooling.params(body.dimensions, activation)
         size = params.dimensions or pooling.size
         _check_count("input", len(prompts), size)
+        if body.truncate_prompt_tokens is not None:
+            prompts = self._builder.last_chars(prompts)
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         encoded = await self._encode(
             num_chars, self._builder.encode_prompts, prompts, body.add_special_tokens
         )
-        pooled = await self._pool("embd", body, encoded, params, call)
-        is_base64 = body.encoding_format == "base64"
-        return await self._off_loop(
-            size * len(prompts) > _INLINE_NUMBERS, _embeddings_json, pooled, is_base64
-        )
+        return await self._pool("embd", body, encoded, params, call)
 
     async def _score(self, body: ScoreRequest, call: _Call) -> bytes:
         pairs = as_pairs(body.text_1, body.text_2)
@@ -369,3 +401,19 @@ def _embeddings_json(pooled: _Pooled, is_base64: bool) -> bytes:
         item = {"object": "embedding", "index": index, "embedding": numbers}
         data.append(msgspec.Raw(msgspec.json.encode(item)))
     return msgspec.json.encode(pooled.head(object="list", data=data, usage=pooled.usage))
+
+
+def _ollama_json(pooled: _Pooled, seconds: float) -> bytes:
+    """The body of /api/embed."""
+    vectors = [
+        msgspec.Raw(msgspec.json.encode(array("f", vector).tolist())) for vector in pooled.vectors
+    ]
+    return msgspec.json.encode(
+        {
+            "model": pooled.model,
+            "embeddings": vectors,
+            "total_duration": round(seconds * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": pooled.usage["prompt_tokens"],
+        }
+    )

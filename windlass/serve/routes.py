@@ -276,6 +276,20 @@ def _streams(generation: Generation) -> dict[str, Endpoint]:
     }
 
 
+def _pooling(pooling: Pooling) -> dict[str, Endpoint]:
+    """The endpoints that compute embeddings and scores."""
+    return {
+        "/v1/embeddings": pooling.embeddings,
+        "/api/embed": pooling.ollama_embed,
+        "/api/embeddings": pooling.ollama_embeddings,
+        "/v1/score": pooling.score,
+        "/score": pooling.score,
+        "/v1/rerank": pooling.rerank,
+        "/v2/rerank": pooling.rerank,
+        "/rerank": pooling.rerank,
+    }
+
+
 def make_worker_router(services: GenerationServices) -> tuple[APIRouter, frozenset[str]]:
     """Create the router of an HTTP worker; returns its paths, too."""
     router, posts = APIRouter(), _streams(Generation(services))
@@ -298,12 +312,7 @@ def make_router(services: Services) -> APIRouter:
         "/v1/responses": generation.response,
         "/api/show": ollama.show,
         "/v1/messages/count_tokens": generation.count_tokens,
-        "/v1/embeddings": pooling.embeddings,
-        "/v1/score": pooling.score,
-        "/score": pooling.score,
-        "/v1/rerank": pooling.rerank,
-        "/v2/rerank": pooling.rerank,
-        "/rerank": pooling.rerank,
+        **_pooling(pooling),
         "/tokenize": texts.tokenize,
         "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,

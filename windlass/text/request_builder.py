@@ -163,6 +163,15 @@ class RequestBuilder:
             return self.encode(texts, add_special)
         return [self.encode([text], not text.startswith(bos))[0] for text in texts]
 
+    def last_chars(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Cut texts that cannot fit to as many of their last characters as the context can hold."""
+        return [
+            prompt[-self.max_chars :]
+            if isinstance(prompt, str) and len(prompt) > self._limits.max_model_len
+            else prompt
+            for prompt in prompts
+        ]
+
     def _check_chars(self, texts: Sequence[str]) -> None:
         num_chars = max(map(len, texts), default=0)
         if num_chars <= self._limits.max_model_len:
