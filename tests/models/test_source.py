@@ -126,6 +126,7 @@ def test_invalid_model_names_are_rejected(model):
     [
         ("org/name-1.5B", HubModel("org/name-1.5B", None)),
         ("org/name:q4/M.gguf", HubModel("org/name", "q4/M.gguf")),
+        ("org/name-GGUF:Q4_K_M", HubModel("org/name-GGUF", None, "Q4_K_M")),
         ("org/name/M.Q4_0.gguf", HubModel("org/name", "M.Q4_0.gguf")),
         ("org/M.gguf", None),
         ("/abs/path", None),
@@ -162,6 +163,69 @@ def test_one_file_of_a_hub_model(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(path))
     files = found("org/name:M.gguf")
     assert (files.name, files.kind, files.path) == ("M", "gguf", path)
+
+
+GGUF_REPO = [
+    *("README.md", "mmproj-Q8_0.gguf", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-Q4_K_S.gguf"),
+    *("UD/M-IQ2_M.gguf", "old/M.IQ2_M.gguf", "BF16/M-BF16-00001-of-00002.gguf"),
+    "BF16/M-BF16-00002-of-00002.gguf",
+]
+
+
+@pytest.mark.parametrize("quant", ["Q4_K_M", "q4_k_m"])
+def test_a_quantisation_chooses_the_file(tmp_path, monkeypatch, quant):
+    """As llama.cpp's -hf org/name:Q4_K_M."""
+    (tmp_path / "M-Q4_K_M.gguf").touch()
+    asked = []
+
+    def download(repo, file, **_):
+        asked.append((repo, file))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: GGUF_REPO)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    files = found(f"org/name-GGUF:{quant}")
+    assert asked == [("org/name-GGUF", "M-Q4_K_M.gguf")]
+    assert (files.name, files.kind) == ("M-Q4_K_M", "gguf")
+
+
+@pytest.mark.parametrize(
+    ("quant", "error", "message"),
+    [
+        (
+            "Q4_K",
+            DownloadError,
+            r"no GGUF file .* has Q4_K in its name; it has BF16/.*M-Q8_0\.gguf",
+        ),
+        ("IQ2_M", DownloadError, r"Choose one: org/name:UD/M-IQ2_M\.gguf, org/name:old/M"),
+        ("BF16", UnsupportedError, "one of 2 parts of a split GGUF"),
+    ],
+)
+def test_a_quantisation_without_one_file_is_rejected(monkeypatch, quant, error, message):
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: GGUF_REPO)
+    with pytest.raises(error, match=message):
+        found(f"org/name:{quant}")
+
+
+def test_a_quantisation_is_found_in_the_cache_without_a_network(tmp_path, monkeypatch):
+    (tmp_path / "M-Q8_0.gguf").touch()
+
+    def offline(*_, **__):
+        raise ConnectionError("no route")
+
+    def cached(*_, local_files_only=False, **__):
+        assert local_files_only
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda _, file, **__: str(tmp_path / file)
+    )
+    assert found("org/name:Q8_0").path == tmp_path / "M-Q8_0.gguf"
+    (tmp_path / "M-Q8_0.gguf").unlink()
+    with pytest.raises(DownloadError, match=r"org/name:Q8_0: the download failed.*no route"):
+        found("org/name:Q8_0")
 
 
 def http_error(kind):

@@ -15,7 +15,7 @@ def locate(location: str, config: ModelConfig) -> Path:
     if folder.exists():
         return folder.resolve()
     model = hub.parse(location)
-    if model is not None and model.file is None:
+    if model is not None and model.file is None and model.quant is None:
         return hub.fetch_adapter(model.repo, config)
     raise CheckpointError(
         f"adapter {location!r} was not found: no such folder (relative to {Path.cwd()}), and not a "

@@ -70,11 +70,11 @@ def _locate(config: ModelConfig) -> tuple[str, Path]:
         )
     hub_model = hub.parse(model)
     if hub_model is not None:
-        name = Path(hub_model.file).stem if hub_model.file else hub_model.repo
-        return name, hub.fetch(hub_model, config)
+        found = hub.fetch(hub_model, config)
+        return found.stem if found.suffix == ".gguf" else hub_model.repo, found
     raise CheckpointError(
         f"model {model!r} was not found: no such file or folder (relative to {Path.cwd()}), and not "
-        "a hub id of the form org/name or org/name:FILE.gguf. Give one of these, or 'default'."
+        "a hub id of the form org/name, org/name:FILE.gguf or org/name:Q4_K_M. Give one of these, or 'default'."
     )
 
 
