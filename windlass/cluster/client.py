@@ -31,6 +31,7 @@ from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.messages import Configure
+from windlass.serve.quarantine import Suspects
 
 _log = logging.getLogger("windlass.cluster")
 
@@ -104,6 +105,7 @@ class FleetClient(InboxReader):
         self._poll: asyncio.Task[None] | None = None
         self.adapters = AdapterRegistry()
         self.handovers: Handovers | None = None
+        self.suspects = Suspects()  # empty: a request runs at most twice here
         self.num_finished = 0
         self.failed = asyncio.Event()  # never set: Ray Serve goes on starting replicas
         self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
