@@ -555,6 +555,7 @@ def _make_engine(
         memory=memory,
         expert_load=_monitor_experts(rank, followers),
         peers=rank.peers,
+        capture_next=made.runner.capture_next,
     )
 
 

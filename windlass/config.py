@@ -104,6 +104,11 @@ class ModelConfig:
     enforce_eager: bool = option(
         False, "Run every step operator by operator, without captured graphs or programs."
     )
+    lazy_capture: bool = option(
+        False,
+        "On CUDA, capture graphs of some sizes at start and the others while the server is idle: it is "
+        "ready earlier, and its first steps pad more.",
+    )
     plain_kernels: bool = option(
         False, "Use the torch reference implementation of every operation.", "--reference-kernels"
     )

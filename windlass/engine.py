@@ -81,7 +81,9 @@ class Engine:
         memory: RunnerMemory | None = None,
         expert_load: ExpertLoadMonitor | None = None,
         peers: EnginePeers = EnginePeers(),  # noqa: B008
+        capture_next: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`capture_next`: captures a graph that was left for later, if there is one."""
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
@@ -89,6 +91,7 @@ class Engine:
         self._memory = memory
         self._expert_load = expert_load
         self._imports = peers.imports
+        self._capture_next = capture_next
         self._transfers = Transfers(peers.export or NoExport(), scheduler.save_blocks)
         self.asleep = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()  # the oldest first
@@ -117,6 +120,10 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._in_flight)
+
+    def capture_next(self) -> bool:
+        """Capture a graph that was left for later, if nothing else is to be done; False: none was."""
+        return not self.has_work and not self.asleep and self._capture_next()
 
     def step(self) -> list[Output]:
         """Advance by one step. Returns the outputs since the previous call."""

@@ -45,6 +45,7 @@ from windlass.kernels.batch import StepBatch
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.pool import Workers
 from windlass.runner import filters
+from windlass.runner.cuda import graphs
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.mixed import MixedForward, MixedGraphs
@@ -338,7 +339,7 @@ def eager_runner() -> Runner:
 
 
 def graph_runner(
-    max_draft_tokens: int = 0, num_groups: int = 1, **options: Any
+    max_draft_tokens: int = 0, num_groups: int = 1, lazy: bool = False, **options: Any
 ) -> tuple[Runner, FakeBackend]:
     """`options`: network and pipeline of a stage."""
     from windlass.runner.device_sampler import DeviceSampler, SamplingKernels
@@ -363,7 +364,7 @@ def graph_runner(
     )
     slots, stage = parts.slots, GraphStage(parts, max_tokens=32, backend=backend)
     executors: list[Executor] = [
-        DecodeGraphs(decode_forward(parts, stage, metadata), stage, slots, SLOTS),
+        DecodeGraphs(decode_forward(parts, stage, metadata), stage, slots, SLOTS, lazy),
         MixedGraphs(
             MixedForward(parts, stage, metadata),
             stage,
@@ -371,6 +372,7 @@ def graph_runner(
             tile=8,
             max_tokens=32,
             draft_length=max_draft_tokens,
+            lazy=lazy,
         ),
         EagerExecutor(parts, metadata),
     ]
@@ -514,6 +516,37 @@ def same(got: dict[str, list[Output]], want: dict[str, list[Output]]) -> None:
             ]
             for score, other in zip(scores, expected, strict=True):
                 assert score.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+class Capturing(Counting):
+    """Captures a graph that was left for later before some of the steps."""
+
+    num_captured = 0
+
+    def submit(self, plan: StepPlan) -> Any:
+        self.num_captured += sum(self.executors.values()) == 9 and self._runner.capture_next()
+        return super().submit(plan)
+
+
+@inside
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["greedy", "deterministic beside others"])
+def test_graphs_that_are_captured_later_change_no_token(
+    name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At start only the largest graph is captured; the others follow between steps."""
+    monkeypatch.setattr(graphs, "_spread", lambda sizes: sizes[-1:])
+    monkeypatch.setattr(graphs, "_PATIENCE", 3)
+    params = [replace(each, max_tokens=3 + 7 * i) for i, each in enumerate(2 * CASES[name])]
+    want = tokens_of(generate(Counting(eager_runner()), params, overlap=overlap))
+    runner, _ = graph_runner(lazy=True)
+    counting = Capturing(runner)
+    assert tokens_of(generate(counting, params, overlap=overlap)) == want
+    assert counting.num_captured == 1
+    assert counting.executors["decode graph"] > 9
+    while runner.capture_next():
+        pass
+    assert tokens_of(generate(Counting(runner), params, overlap=overlap)) == want
 
 
 @inside

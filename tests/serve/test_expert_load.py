@@ -37,6 +37,9 @@ class Engine:
 
     is_handing_over = False
 
+    def capture_next(self) -> bool:
+        return False
+
     def handed_over(self) -> list[Any]:
         return []
 

@@ -109,7 +109,7 @@ def make_runner(
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
         capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
     found.check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
-    runner, cache = maker.make(capacity.num_blocks)
+    runner, cache = maker.make(capacity.num_blocks, lazy=maker.captures_lazily())
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = layout.max_tokens(capacity.num_blocks, in_flight, max_model_len)
@@ -176,8 +176,10 @@ class _Maker:
             device=parts.device,
         )
 
-    def make(self, num_blocks: int, cache: KVCache | None = None) -> tuple[Runner, KVCache]:
-        """A runner with `num_blocks` KV blocks, and its cache."""
+    def make(
+        self, num_blocks: int, cache: KVCache | None = None, lazy: bool = False
+    ) -> tuple[Runner, KVCache]:
+        """A runner with `num_blocks` KV blocks, and its cache. `lazy`: some graphs are captured later."""
         parts = self._loaded.parts
         size, seqs = self._kv_format.layout.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
@@ -209,7 +211,7 @@ class _Maker:
             pooler=self._pooler,
             coarse_prompts=self._rounds_coarsely(),
         )
-        return Runner(runner_parts, self._executors(runner_parts)), cache
+        return Runner(runner_parts, self._executors(runner_parts, lazy)), cache
 
     def _sampling(self, slots: SlotTables) -> Sampling:
         ops, vocab_size = self._loaded.parts.ops, self._hparams.vocab_size
@@ -221,7 +223,7 @@ class _Maker:
         )
         return HostSampling(sampler, slots)
 
-    def _executors(self, parts: RunnerParts) -> list[Executor]:
+    def _executors(self, parts: RunnerParts, lazy: bool) -> list[Executor]:
         """The executors of this device, the fastest first."""
         if self._loaded.parts.ops.is_triton:
             from windlass.runner.cuda.executors import cuda_executors
@@ -234,8 +236,22 @@ class _Maker:
                 max_rows=self._limits.max_num_seqs if self._why_eager is None else 0,
                 max_tokens=self._limits.max_num_batched_tokens,
                 max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,
+                lazy=lazy,
             )
         return [*self._program(parts), EagerExecutor(parts, ReferenceMetadata(parts.slots))]
+
+    def captures_lazily(self) -> bool:
+        """Whether some graphs are captured while the engine is idle; adds a start-up line."""
+        if not self._config.model.lazy_capture:
+            return False
+        parts, flag = self._loaded.parts, "--lazy-capture"
+        value, why = "some sizes at start, the others while idle", flag
+        if not parts.ops.is_triton or self._why_eager is not None:
+            value, why = "none", f"no step is captured, so {flag} has no effect"
+        elif parts.mesh.world.size > 1:
+            value, why = "all at start", f"ranks capture together, so {flag} has no effect"
+        self.choices.append(Choice("CUDA graphs", value, why))
+        return why == flag
 
     @property
     def _why_eager(self) -> str | None:

@@ -89,6 +89,10 @@ class Executor(ABC):
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Start a step that `refuses` accepted. The runner has applied its plan to the slots."""
 
+    def capture_next(self) -> bool:
+        """Capture a graph that was left for later; False: there is none. No step may be in flight."""
+        return False
+
     def storages(self) -> Iterator[Held]:
         """Its buffers, without the outputs of captured graphs: their memory is measured as a whole."""
         return iter(())

@@ -79,6 +79,11 @@ class Runner:
             if part is not None:
                 yield from part.storages()
 
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture a graph that was left for later; False: there is none. No step may be in flight."""
+        return any(each.capture_next() for each in self._executors)
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""
         return self.submit(plan).wait()

@@ -168,7 +168,8 @@ class _EngineLoop:
         """Handle all frames that have arrived; wait for one only when there is nothing to compute."""
         is_moving = self._loading or self._engine.is_handing_over
         idle_ms = _LOADING_POLL_MS if is_moving else _IDLE_POLL_MS
-        if not self._socket.poll(0 if self._engine.has_work else idle_ms):
+        is_busy = self._engine.has_work or self._engine.capture_next()
+        if not self._socket.poll(0 if is_busy else idle_ms):
             return
         while self._socket.poll(0):
             for message in messages.decode_to_engine(self._socket.recv()):

@@ -7,7 +7,6 @@ on the device, so the host plans and launches it while they are being copied bac
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.storages import Held
-from windlass.runner.cuda.graphs import Graph, GraphSet
+from windlass.runner.cuda.graphs import CapturedSizes, Graph, GraphSet
 from windlass.runner.cuda.metadata import LONG_CONTEXT, MAX_LONG_ROWS, DeviceMetadata
 from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.eager import RunnerParts
@@ -64,23 +63,37 @@ class DecodeGraphs(Executor):
     name = "decode graph"
 
     def __init__(
-        self, compute: Compute, stage: GraphStage, slots: SlotTables, max_rows: int
+        self,
+        compute: Compute,
+        stage: GraphStage,
+        slots: SlotTables,
+        max_rows: int,
+        lazy: bool = False,
     ) -> None:
-        """`max_rows`: the largest batch to capture."""
+        """`max_rows`: the largest batch to capture. `lazy`: capture some sizes later."""
         self._stage = stage
         self._slots = slots
         self._padding = np.array([[0], [0], [slots.num_slots], [-1], [0]], dtype=np.int32)
-        self._sizes = graph_sizes(max_rows)
+        self._sizes = CapturedSizes(graph_sizes(max_rows), lazy)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
-        self._inputs = stage.staged_inputs(5 * self._sizes[-1])
+        self._inputs = stage.staged_inputs(5 * self._sizes.largest)
         self._graphs: GraphSet[DecodeShape, tuple[Tensor, ...]] = GraphSet(
             stage.backend, lambda shape: compute(shape, self._inputs.on_device)
         )
-        max_context = slots.tables.shape[-1] * slots.size
-        for size in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
-            self._capture(DecodeShape(size))
-            if _may_be_long(size, max_context):
-                self._capture(DecodeShape(size, long_contexts=True))
+        self._max_context = slots.tables.shape[-1] * slots.size
+        for size in self._sizes.at_start:
+            self._capture_size(size)
+
+    def capture_next(self) -> bool:
+        size = self._sizes.next_missing()
+        if size is not None:
+            self._capture_size(size)
+        return size is not None
+
+    def _capture_size(self, size: int) -> None:
+        self._capture(DecodeShape(size))
+        if _may_be_long(size, self._max_context):
+            self._capture(DecodeShape(size, long_contexts=True))
 
     def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, ...]]:
         self._view(shape)[:] = self._padding[: shape.numbers]
@@ -100,7 +113,7 @@ class DecodeGraphs(Executor):
             return "not every row decodes one token"
         if shape.draft_length:
             return "heads draft in the step"
-        if shape.num_rows > self._sizes[-1]:
+        if shape.num_rows > self._sizes.largest:
             return "more rows than captured"
         if shape.max_new_blocks > self._slots.num_groups:
             return "a row has several new blocks"
@@ -111,7 +124,7 @@ class DecodeGraphs(Executor):
         return None
 
     def launch(self, inputs: StepInputs) -> PendingStep:
-        size = self._sizes[bisect_left(self._sizes, inputs.shape.num_rows)]
+        size = self._sizes.fit(inputs.shape.num_rows)
         shape = DecodeShape(
             size,
             batch_invariant=inputs.shape.batch_invariant,
@@ -130,6 +143,7 @@ class DecodeGraphs(Executor):
             view[4, :count] = inputs.adapters
         view[:, count:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * size)
+        self._sizes.ran(count)
         return self._stage.run(graph, inputs)
 
 

@@ -24,13 +24,15 @@ def cuda_executors(
     max_rows: int,
     max_tokens: int,
     max_draft_tokens: int,
+    lazy: bool = False,
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
     The last of several stages verifies eagerly. The others compute draft tokens in mixed graphs.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
-    `max_draft_tokens`: 0 if there is no speculation.
+    `max_draft_tokens`: 0 if there is no speculation. `lazy`: decode and mixed graphs of some sizes are
+    captured later (`Executor.capture_next`).
     """
     metadata = DeviceMetadata(
         parts.slots,
@@ -51,8 +53,10 @@ def cuda_executors(
         tile=metadata.tile,
         max_tokens=max_tokens,
         draft_length=max_draft_tokens,
+        lazy=lazy,
     )
-    decode = DecodeGraphs(decode_forward(parts, stage, metadata), stage, parts.slots, max_rows)
+    forward = decode_forward(parts, stage, metadata)
+    decode = DecodeGraphs(forward, stage, parts.slots, max_rows, lazy)
     if not max_draft_tokens or not stage.is_whole:
         return [decode, mixed, eager]
     assert stage.sampler is not None

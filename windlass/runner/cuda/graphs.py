@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,6 +17,8 @@ from windlass.kernels.storages import Held, held
 
 Key = TypeVar("Key", bound=Hashable)
 Outputs = TypeVar("Outputs")
+
+_PATIENCE = 64  # steps that use a larger graph before one of their size is captured
 
 
 class Arrival(Protocol):
@@ -101,6 +105,56 @@ class GraphSet(Generic[Key, Outputs]):
                 graph = Graph(*self._backend.capture(lambda: self._compute(key)))
             self._graphs[key] = graph
         return graph
+
+
+class CapturedSizes:
+    """Which sizes of an executor are captured. Steps of another size use the next larger one.
+
+    With `lazy`, some sizes are captured at start. The others follow while the engine is idle, or when
+    they have been asked for often: padding costs more than one capture then.
+    """
+
+    def __init__(self, sizes: Sequence[int], lazy: bool) -> None:
+        """`sizes`: ascending."""
+        self._sizes = list(sizes)
+        self.largest = self._sizes[-1]
+        first = _spread(self._sizes) if lazy else self._sizes
+        # Smaller graphs reuse the memory of larger ones.
+        self.at_start = first[::-1]
+        self._ready = list(first)
+        self._missing = [size for size in self._sizes if size not in first]
+        self._asked: Counter[int] = Counter()
+
+    def next_missing(self) -> int | None:
+        """The size to capture next, which counts as captured from now on; None: all are."""
+        if not self._missing:
+            return None
+        asked = max(self._missing, key=lambda size: (self._asked[size], size))
+        self._add(asked)
+        return asked
+
+    def fit(self, count: int) -> int:
+        """The smallest captured size for a step of `count`."""
+        return self._ready[bisect_left(self._ready, count)]
+
+    def ran(self, count: int) -> None:
+        """Note that a step of `count` ran. A size that is missing too often is captured by its next step."""
+        wanted = self._sizes[bisect_left(self._sizes, count)]
+        if wanted in self._missing:
+            self._asked[wanted] += 1
+            if self._asked[wanted] >= _PATIENCE:
+                self._add(wanted)
+
+    def _add(self, size: int) -> None:
+        self._missing.remove(size)
+        insort(self._ready, size)
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """The largest size, and the largest ones below each power of two: a step pads at most twofold."""
+    powers = (1 << power for power in range(sizes[-1].bit_length()))
+    below = {sizes[bisect_right(sizes, power) - 1] for power in powers if power > sizes[0]}
+    return sorted(below | {sizes[0], sizes[-1]})
 
 
 class StagedInputs:

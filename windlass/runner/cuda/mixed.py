@@ -8,7 +8,6 @@ belongs to no request, or to nothing.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from torch import Tensor
 from windlass.kernels.batch import LORA_TILE, AdapterRows, AttentionWork, LogitsIndices, StepBatch
 from windlass.kernels.storages import Held
 from windlass.runner.adapters import lora_tiles
-from windlass.runner.cuda.graphs import Graph, GraphSet, StagedInputs
+from windlass.runner.cuda.graphs import CapturedSizes, Graph, GraphSet, StagedInputs
 from windlass.runner.cuda.metadata import DeviceMetadata, attention_tiles
 from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.drafter import Drafter, DrafterInputs
@@ -181,30 +180,43 @@ class MixedGraphs(Executor):
         tile: int,
         max_tokens: int,
         draft_length: int = 0,
+        lazy: bool = False,
     ) -> None:
         """`tile`: prompt tokens per attention tile; `max_tokens`: of the largest step.
 
-        `draft_length`: draft tokens per row that graphs with a drafter make.
+        `draft_length`: draft tokens per row that graphs with a drafter make. `lazy`: capture some sizes
+        later.
         """
         self._forward = forward
         self._stage = stage
         self._slots = slots
         self._padding = slots.num_slots  # the slot of padding rows
         self._tile = tile
-        self._sizes = mixed_sizes(max_tokens)
+        self._sizes = CapturedSizes(mixed_sizes(max_tokens), lazy)
+        self._drafts = False  # whether graphs with a drafter are captured too
         self._draft_length = draft_length
         self._inputs: dict[GraphShape, StagedInputs] = {}
         self._graphs: GraphSet[GraphShape, tuple[Tensor, ...]] = GraphSet(stage.backend, self._run)
-        self.max_mixed_tokens = self._sizes[-1] - 1  # the last is padding
-        for tokens in reversed(self._sizes):  # smaller graphs reuse the memory of larger ones
+        self.max_mixed_tokens = self._sizes.largest - 1  # the last is padding
+        for tokens in self._sizes.at_start:
             self._capture(self._shape(tokens))
 
     def attach(self, drafter: Drafter) -> None:
         if not self._stage.is_whole:
             return
         self._forward.attach(drafter)
-        for tokens in reversed(self._sizes):
+        self._drafts = True
+        for tokens in self._sizes.at_start:
             self._capture(self._shape(tokens, draft_length=self._draft_length))
+
+    def capture_next(self) -> bool:
+        tokens = self._sizes.next_missing()
+        if tokens is None:
+            return False
+        self._capture(self._shape(tokens))
+        if self._drafts:
+            self._capture(self._shape(tokens, draft_length=self._draft_length))
+        return True
 
     def _shape(self, tokens: int, adapted: bool = False, draft_length: int = 0) -> GraphShape:
         # One token is padding, and a step of one-token rows only would be a decode step.
@@ -262,11 +274,10 @@ class MixedGraphs(Executor):
 
     def _for(self, shape: StepShape) -> GraphShape | None:
         """The shape of the smallest graph with a token left for padding."""
-        at = bisect_right(self._sizes, shape.num_tokens)
-        if at == len(self._sizes):
+        if shape.num_tokens >= self._sizes.largest:
             return None
         draft_length = self._draft_length if shape.draft_length else 0
-        return self._shape(self._sizes[at], shape.adapted, draft_length)
+        return self._shape(self._sizes.fit(shape.num_tokens + 1), shape.adapted, draft_length)
 
     def launch(self, inputs: StepInputs) -> PendingStep:
         shape = self._for(inputs.shape)
@@ -276,6 +287,7 @@ class MixedGraphs(Executor):
         staged.stage()
         shape.fill(staged.staged, inputs, self._padding)
         staged.send()
+        self._sizes.ran(inputs.shape.num_tokens + 1)
         return self._stage.run(graph, inputs)
 
 
