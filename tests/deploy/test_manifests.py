@@ -71,8 +71,12 @@ def test_an_image_runs_as_its_own_user_and_writes_only_to_its_cache(path: Path) 
     assert variables["WINDLASS_CACHE"].startswith("/cache/")
     for name in ("HOME", "HF_HOME", "WINDLASS_CACHE"):
         assert variables[name].startswith("/cache")
-    (run,) = [argument for name, argument in stage if name == "RUN"]
+    run, compiling = [argument for name, argument in stage if name == "RUN"]
     assert f"--uid {UID}" in run
+    # As the image's user, into a cache that a new volume is filled from.
+    assert compiling == 'if [ -n "$COMPILE" ]; then windlass compile $COMPILE; fi'
+    names = [name for name, _ in stage]
+    assert names.index("USER") < names.index("ARG") < names.index("VOLUME")
     assert "/health/live" in values["HEALTHCHECK"]
     # Exec form: signals reach the server.
     entry, command = (yaml.safe_load(values[name]) for name in ("ENTRYPOINT", "CMD"))

@@ -147,7 +147,7 @@ def test_native_code_is_available() -> None:
 def test_torch_fallback_without_native_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_SOURCE_DIR", tmp_path / "absent")
+    monkeypatch.setattr(packing, "SOURCES", tmp_path / "absent")
     missing = packing.compiled_code.__wrapped__
     assert missing() is None
     monkeypatch.setattr(packing, "compiled_code", missing)

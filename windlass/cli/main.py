@@ -12,6 +12,7 @@ from windlass.cli.cache import app as cache
 from windlass.cli.chat import chat
 from windlass.cli.cluster import app as cluster
 from windlass.cli.command import PanelCommand, register
+from windlass.cli.compile import compile as compile_kernels
 from windlass.cli.doctor import doctor
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
@@ -74,6 +75,7 @@ register(app, chat, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, run_batch, [*_MODEL_OPTIONS, *RUN_BATCH_OPTIONS])
 register(app, inspect, ENGINE_OPTIONS)
+register(app, compile_kernels, _MODEL_OPTIONS)
 register(app, evaluate, [*LIMIT_OPTIONS, *ENGINE_OPTIONS])
 register(app, ladder, LADDER_OPTIONS)
 register(app, plan, PLAN_OPTIONS)

@@ -23,7 +23,7 @@ from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.codes import quantise
 from windlass.lora.stored import Array, StoredAdapter, StoredWeights
 
-_SOURCE_DIR = Path(__file__).parent / "src"
+SOURCES = Path(__file__).parent / "src"
 # numpy has no bfloat16: uint16 holds its bits.
 _BF16, _FLOAT = np.dtype(np.uint16), np.dtype(np.float32)
 _TARGETS = {np.dtype(np.int8): "codes", _BF16: "bf16", _FLOAT: "floats"}
@@ -88,7 +88,7 @@ def write(sources: Sequence[StoredWeights], targets: Sequence[Target]) -> int | 
 def compiled_code() -> ctypes.CDLL | None:
     """The native library, compiled now if it is not cached; None if it cannot be compiled."""
     try:
-        return load(sources=_SOURCE_DIR).functions
+        return load(sources=SOURCES).functions
     except (NativeUnavailable, OSError):  # OSError: an installation without the source
         return None
 

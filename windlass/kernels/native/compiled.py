@@ -54,6 +54,7 @@ class Native:
     simd: str  # its instruction set: "NEON dot product"
     reason: str  # its origin: "compiled by g++ 12.2.0 in 6.1 s"
     compile_s: float = 0.0  # 0: it was in the cache
+    is_temporary: bool = False  # the cache cannot be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,9 @@ def _build(build: _Build, target: Path) -> Native:
                 library = Path(build_folder) / "windlass.so"
                 library.chmod(0o700)  # the linker applies the umask only
                 os.replace(library, target)
-        origin = f"compiled by {build.compiler.version} in {duration_s:.1f} s"
+        origin, is_temporary = f"compiled by {build.compiler.version} in {duration_s:.1f} s", False
     except OSError as error:
+        is_temporary = True
         why = f"{target.parent} cannot be written ({error.strerror or error})"
         target = Path(tempfile.mkdtemp(prefix="windlass-native-")) / "windlass.so"
         duration_s = _compile(build, target.parent)
@@ -204,7 +206,7 @@ def _build(build: _Build, target: Path) -> Native:
     built = _open(target, origin)
     if built is None:
         raise NativeUnavailable(f"{build.compiler.version} built {target}, which cannot be loaded")
-    return replace(built, compile_s=duration_s)
+    return replace(built, compile_s=duration_s, is_temporary=is_temporary)
 
 
 def _compile(build: _Build, folder: Path) -> float:

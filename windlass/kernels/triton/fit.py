@@ -13,6 +13,7 @@ from typing import Any
 from triton.runtime.errors import OutOfResources
 
 from windlass.errors import ConfigError
+from windlass.kernels.triton.precompile import is_compiling
 
 
 class Fitted:
@@ -26,6 +27,8 @@ class Fitted:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, num_stages: int, **options: Any) -> Any:
+        if is_compiling():
+            return self._kernel.warmup(*args, grid=grid, **_with(num_stages, options))
         key = (num_stages, *options.values()) if self._fewer else ()
         stages = self._fewer.get(key, num_stages)
         while True:

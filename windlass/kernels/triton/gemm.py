@@ -17,6 +17,7 @@ from windlass.kernels.gemm_io import Inputs, Outputs
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
+from windlass.kernels.triton.precompile import compiling, is_compiling
 from windlass.kernels.triton.skinny import Tiling
 
 _TILINGS = [
@@ -134,9 +135,9 @@ class TunedGemm(TorchGemm):
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
             self._space = _workspace(device)
-        for shape, group in by_shape.items():
-            for rows in _MEASURED_AT:
-                self._tune_shape(shape, group, rows)
+        with compiling():  # one after the other, dozens of tilings take most of a first start
+            self._tune_shapes(by_shape)
+        self._tune_shapes(by_shape)
         self._measured.update(by_shape)
         self._adopt()
         counts = Counter(kind for kind, *_ in self._chosen)
@@ -197,6 +198,11 @@ class TunedGemm(TorchGemm):
 
         self._try("overlapped", _tilings(shape, x.shape[0]), group, x, default, skinny_gemm)
 
+    def _tune_shapes(self, by_shape: dict[Shape, list[Tensor]]) -> None:
+        for shape, group in by_shape.items():
+            for rows in _MEASURED_AT:
+                self._tune_shape(shape, group, rows)
+
     def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
         """Measure each kind of fused GEMM against the fastest unfused version."""
         x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
@@ -227,7 +233,14 @@ class TunedGemm(TorchGemm):
         default: Callable[[Tensor], Inputs],
         skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
     ) -> None:
-        """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`."""
+        """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`.
+
+        While `compiling`, only compile them.
+        """
+        if is_compiling():
+            for tiling in tilings:
+                skinny_gemm(x, group[0], tiling)
+            return
         margin = _SMALL_MARGIN if group[0].shape[0] <= _SMALL_OUTPUTS else _MARGIN
         best = margin * _time(group, default)
         few, one_row = x.shape[0] <= _FEW_ROWS, self._chosen.get((kind, group[0].shape, 1))

@@ -229,7 +229,9 @@ def _kv_dtype(device: str) -> str:
         return "int8"
     import torch
 
-    return "fp8" if torch.cuda.get_device_capability() >= (8, 9) else "int8"
+    from windlass.kernels.gpu import gpu_of
+
+    return "fp8" if gpu_of(torch.device(device)).lacks_fp8() is None else "int8"
 
 
 def _check_checkpoints(config: LadderConfig) -> None:

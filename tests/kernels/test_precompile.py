@@ -1,0 +1,107 @@
+"""Kernels that are compiled in parallel before their first launch, for a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from windlass.kernels.triton import gemm, skinny
+from windlass.kernels.triton.fit import fit
+from windlass.kernels.triton.gemm import TunedGemm
+from windlass.kernels.triton.precompile import compiling, is_compiling
+from windlass.kernels.triton.skinny import Tiling
+from windlass.tools.compile import counted
+
+
+class Hopper:
+    """A driver that can compile, but neither load nor launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(driver, "_active", Hopper())
+    kernel = skinny.skinny_linear_kernel
+    kernel.device_caches.clear()
+    yield
+    kernel.device_caches.clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_launches_only_compile_and_a_later_start_finds_the_kernels() -> None:
+    x, weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+    tilings = [Tiling(16, stages=2), Tiling(16, 2, 2)]
+    space = skinny.Workspace(x.device, 64, tilings, tilings)
+    with counted() as counts, compiling():
+        for tiling in (*tilings, tilings[0]):
+            skinny.linear(x, weight, tiling, space)
+    assert counts == {"compiled": 2}
+    kernels = skinny.skinny_linear_kernel.device_caches[0][0]
+    assert sorted(each.metadata.num_stages for each in kernels.values()) == [2, 2]
+    with counted() as counts, compiling():
+        skinny.linear(x, weight, tilings[0], space)
+    assert counts == {}  # of this process
+    skinny.skinny_linear_kernel.device_caches.clear()
+    with counted() as counts, compiling():
+        skinny.linear(x, weight, tilings[0], space)
+    assert counts == {"found": 1}
+    assert not is_compiling()
+
+
+class Recorded(TunedGemm):
+    """Records the tilings that are compiled and those that are measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[Tiling] = []
+
+    def _skinny(self, x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+        if is_compiling():
+            self.compiled.append(tiling)
+        return torch.nn.functional.linear(x, weight)
+
+
+def test_all_tilings_are_compiled_before_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned, measured = Recorded(), []
+
+    def measure(group: list[Tensor], run: Callable[[Tensor], Any]) -> float:
+        assert len(group) == 1
+        assert not is_compiling()
+        measured.extend(each for each in getattr(run, "args", ()) if isinstance(each, Tiling))
+        return 1.0
+
+    monkeypatch.setattr(gemm, "_time", measure)
+    # One weight of a shape is an LM head, which has the unfused kernel only.
+    tuned.tune([torch.randn(192, 128).bfloat16()])
+    assert tuned.compiled == measured
+    assert len(measured) > 30
+
+
+def test_nothing_is_launched_while_compiling() -> None:
+    class Kernel:
+        def warmup(self, *args: object, **options: Any) -> None:
+            tried.append((args, options))
+
+    tried: list[Any] = []
+    with compiling():
+        fit(Kernel())[1, 2]("x", ROWS=16, num_stages=3)
+    assert tried == [(("x",), {"grid": (1, 2), "ROWS": 16, "num_stages": 3})]

@@ -1,0 +1,93 @@
+"""Fills the caches of compiled kernels for a model and its options, without serving it.
+
+A CPU's kernels are the same for all models. On CUDA an engine is built, since the signatures of its
+kernels depend on the shapes of its weights and on measurements; all that it launches is in Triton's cache
+afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.build import build_engine, open_model
+from windlass.config import EngineConfig
+from windlass.errors import ConfigError
+from windlass.folders import triton_cache_dir
+from windlass.kernels.native.compiled import Native, load
+from windlass.runner.device import choose_device
+
+DEFAULT = "default"  # of --model
+_NOT_NATIVE = ("bfloat16", "float16")  # dtypes whose CPU kernels are torch's
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """One cache of compiled kernels."""
+
+    what: str  # "CPU kernels"
+    how: str  # "compiled (AVX-512 VNNI)"
+    seconds: float
+    where: Path
+
+
+def fill_caches(config: EngineConfig) -> list[Filled]:
+    """Compile everything that an engine with this config would compile at its start."""
+    on_cpu = choose_device(config.model).type == "cpu"
+    if config.model.plain_kernels or (on_cpu and config.model.dtype in _NOT_NATIVE):
+        flag = "--plain-kernels" if config.model.plain_kernels else f"--dtype {config.model.dtype}"
+        raise ConfigError(f"{flag}: nothing is compiled then. Omit it.")
+    filled = []
+    if config.lora.enable_lora:
+        from windlass.lora.packing import SOURCES
+
+        filled.append(_native("adapter loader", load(sources=SOURCES)))
+    if on_cpu:
+        if config.model.model != DEFAULT:
+            open_model(config)  # refuse one that does not exist
+        filled.append(_native("CPU kernels", load()))
+    else:
+        filled.append(_triton(config))
+    return filled
+
+
+def _native(what: str, native: Native) -> Filled:
+    if native.is_temporary:
+        raise ConfigError(
+            f"{what}: {native.reason}. Make the folder writable, or set WINDLASS_CACHE."
+        )
+    how = "compiled" if native.compile_s else "found"
+    return Filled(what, f"{how} ({native.simd})", native.compile_s, native.path)
+
+
+def _triton(config: EngineConfig) -> Filled:
+    with counted() as counts:
+        start = time.perf_counter()
+        build_engine(config, open_model(config).source).close()
+        seconds = time.perf_counter() - start
+    how = f"{counts['compiled']} compiled, {counts['found']} found"
+    return Filled("Triton kernels", how, seconds, triton_cache_dir())
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the Triton kernels that are compiled meanwhile, and those that are found in the cache."""
+    import triton
+
+    counts: Counter[str] = Counter()
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        counts["found" if cache_hit else "compiled"] += 1
+
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+    knobs.listener = listen
+    try:
+        yield counts
+    finally:
+        knobs.listener = before
