@@ -44,6 +44,18 @@ def test_one_process_takes_the_node_with_most_cores(tmp_path: Path) -> None:
     assert share_cpus(found).cpus == (4, 5, 6)
 
 
+def test_a_second_server_takes_the_node_with_more_free_memory(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, nodes=2, cores=4)
+    for node, free in enumerate((20, 90)):
+        text = f"Node {node} MemTotal: 99 kB\nNode {node} MemFree: {free * 2**20} kB\n"
+        (root / f"sys/devices/system/node/node{node}/meminfo").write_text(text)
+    found = topology_of(root)
+    assert found.free_gib == {0: 20, 1: 90}
+    assert share_cpus(found).cpus == (4, 5, 6, 7)
+    # Processes of one server start one after the other, so they do not go by free memory.
+    assert share_cpus(found, CpuSlot(0, 2)).cpus == (0, 1, 2, 3)
+
+
 def test_an_affinity_mask_of_three_cores(tmp_path: Path) -> None:
     found = topology_of(make_machine(tmp_path, cores=8, threads=2), 1, 2, 5, 10)
     assert [core.cpus for core in found.cores] == [(1,), (2, 10), (5,)]

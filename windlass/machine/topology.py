@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.machine.cgroup import ROOT, cpu_quota
@@ -35,6 +36,7 @@ class Topology:
     num_machine_cpus: int
     num_machine_nodes: int
     quota: float | None = None  # CPU quota of the cgroup, in cores
+    free_gib: Mapping[int, int] = field(default_factory=dict)  # free memory of nodes
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -133,13 +135,15 @@ def read_topology(root: Path = ROOT, affinity: frozenset[int] | None = None) -> 
         num_machine_cpus=len(online),
         num_machine_nodes=max(1, len(set(nodes.values()))),
         quota=cpu_quota(root),
+        free_gib={node: _free_gib(root, node) for node in set(nodes.values())},
     )
 
 
 def share_cpus(topology: Topology, slot: CpuSlot = CpuSlot()) -> CpuShare:  # noqa: B008 - frozen
     """The cores of one of the engine processes of this machine.
 
-    A process gets cores of one node. One process gets the node with the most cores.
+    A process gets cores of one node. One process gets the node with the most cores, and of several such
+    nodes the one with the most free memory, so that a second server takes another node than the first.
     """
     index, count = slot.index, slot.count
     cores = _node_cores(topology, index, count)
@@ -181,6 +185,11 @@ def _physical(count: int) -> str:
 
 def _node_cores(topology: Topology, index: int, count: int) -> tuple[Core, ...]:
     nodes = topology.nodes
+    if count == 1:
+        best = max(
+            nodes, key=lambda node: (len(nodes[node]), topology.free_gib.get(node, 0), -node)
+        )
+        return nodes[best]
     if count < len(nodes):  # a node for each process, the largest ones
         largest = sorted(nodes, key=lambda node: (-len(nodes[node]), node))[:count]
         return nodes[sorted(largest)[index]]
@@ -208,6 +217,15 @@ def _nodes_of(root: Path) -> dict[int, int]:
         for cpu in parse_cpus((folder / "cpulist").read_text()):
             found[cpu] = int(folder.name.removeprefix("node"))
     return found
+
+
+def _free_gib(root: Path, node: int) -> int:
+    """Free memory of a node in whole GiB; 0 if the system does not say."""
+    path = root / _NODES / f"node{node}" / "meminfo"
+    if not path.is_file():
+        return 0
+    found = [line.split() for line in path.read_text().splitlines() if "MemFree:" in line]
+    return int(found[0][-2]) // 2**20 if found else 0
 
 
 def _counted() -> Topology:
