@@ -170,3 +170,12 @@ def test_the_rate_is_that_of_a_full_batch() -> None:
     assert meter.tokens_per_s == pytest.approx(300.0)
     meter.observe(50, 0.1)  # a restarted engine counts from zero
     assert meter.tokens_per_s == pytest.approx(500.0)
+
+
+def test_a_replica_that_starts_is_not_stopped() -> None:
+    """Its time without requests begins when it answers."""
+    fleet = Fleet(zero_delay_s=10.0)
+    for now in range(30):
+        assert fleet.scaler.decide(ModelLoad(at=now, replicas=()), 1).num_replicas == 1
+    assert fleet.scaler.decide(load_at(35.0), 1).num_replicas == 1
+    assert fleet.scaler.decide(load_at(40.0), 1).num_replicas == 0

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from windlass.cli.main import app
 from windlass.cluster.fleet import Fleet, read_fleet
+from windlass.cluster.quality import read_probes
 from windlass.errors import ConfigError
 
 MODEL = {"name": "chat"}
@@ -157,3 +158,50 @@ def test_a_bad_file_is_an_error_of_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["cluster", "plan", str(tmp_path / "none.yaml")])
     assert result.exit_code == 2
     assert "No such file" in result.stderr
+
+
+def test_updates_of_a_model(tmp_path: Path) -> None:
+    fleet = read(
+        tmp_path, models=[{**MODEL, "rollout": {"canary": "12.5%", "quality": "probes.jsonl"}}]
+    )
+    rollout = fleet.models[0].rollout
+    assert rollout.quality == str(tmp_path / "probes.jsonl")
+    config = rollout.config(9)
+    assert (config.canary_share, config.min_requests, config.min_scores) == (0.125, 200, 9)
+    assert read(tmp_path).models[0].rollout.config().min_requests == 0  # no canary
+    for rollout, reason in (
+        ({"canary": "120%"}, "canary"),
+        ({"canary": "much"}, "canary"),
+        ({"quality": "probes.jsonl"}, "Set canary"),
+        ({"max_surge": 0}, "max_unavailable"),
+        ({"canary": 0.1, "max_surge": 0, "max_unavailable": 1}, "a canary is a further replica"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read(tmp_path, models=[{**MODEL, "rollout": rollout}])
+
+
+def test_a_warm_pool_needs_a_model_that_may_stop(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="min: 0"):
+        read(tmp_path, warm_pool={"memory_gb": 1})
+    models = [MODEL, {"name": "rare", "replicas": {"min": 0, "max": 1}}]
+    fleet = read(tmp_path, models=models, warm_pool={"memory_gb": 1.5, "idle_s": 3})
+    assert [fleet.pools(model) for model in fleet.models] == [False, True]
+    assert fleet.warm_pool is not None
+    assert fleet.warm_pool.config().memory_bytes == 3 * 2**29
+
+
+def test_probes_of_the_quality_gate(tmp_path: Path) -> None:
+    path = tmp_path / "probes.jsonl"
+    line = json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n"
+    path.write_text(9 * line)
+    assert len(read_probes(str(path))) == 9
+    for text, reason in (
+        (7 * line, "has 7 prompts"),
+        (line + '{"prompt": 1}', "line 2"),
+        (line + '{"prompt": "a", "answer": ""}', "line 2: the answer is empty"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            read_probes(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_probes(str(tmp_path / "none"))

@@ -90,7 +90,7 @@ def update(
         old.scale(target.num_old, chance)
         new.scale(target.num_new, chance)
         ready = old.num_ready + new.num_ready
-        assert ready >= min(num_needed, before), (step, target)
+        assert ready >= min(num_needed - config.max_unavailable, before), (step, target)
         if not scales:
             num_all = old.view().num_all + new.view().num_all
             assert num_all <= num_needed + config.max_surge, (step, target)
@@ -123,6 +123,20 @@ def test_random_updates_keep_enough_replicas_and_end_with_one_version(seed: int)
     is_good = not (new.error_rate or new.latency_s > 1.0 or new.fails_to_start)
     assert rollout.state.phase == ("updated" if is_good else "rolled back"), rollout.state
     assert (new if is_good else old).num_ready > 0
+
+
+@pytest.mark.parametrize("num_needed", [1, 3])
+def test_without_room_an_old_replica_stops_first(num_needed: int) -> None:
+    config = RolloutConfig(min_requests=0, max_surge=0, max_unavailable=1)
+    rollout, old, new = update(Version(), config=config, num_needed=num_needed)
+    assert (rollout.state.phase, old.num_ready, new.num_ready) == ("updated", 0, num_needed)
+
+
+def test_a_version_that_serve_gives_up_is_rolled_back() -> None:
+    rollout = Rollout(CONFIG)
+    rollout.step(VersionView(2), VersionView(), num_needed=2, now=0.0)
+    rollout.step(VersionView(2), VersionView(failure="no such file"), num_needed=2, now=1.0)
+    assert (rollout.state.phase, rollout.state.reason) == ("rolled back", "no such file")
 
 
 def test_a_good_version_replaces_the_old_one() -> None:
@@ -235,7 +249,9 @@ def num_larger(lower: list[float], upper: list[float]) -> float:
 
 def test_bad_limits_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_surge"):
-        RolloutConfig(max_surge=0)
+        RolloutConfig(max_surge=0, max_unavailable=1)
+    with pytest.raises(ConfigError, match="max_surge"):
+        RolloutConfig(max_surge=0, min_requests=0)
     with pytest.raises(ConfigError, match="canary_share"):
         RolloutConfig(canary_share=0.0)
     with pytest.raises(ConfigError, match="min_scores"):

@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from windlass.cluster.autoscaling import Decision as Scaling
+from windlass.cluster.autoscaling import ModelLoad
+from windlass.cluster.pool_scaling import FleetPool, ReplicaMemory
 from windlass.cluster.warm_pool import (
     Demand,
     PooledModel,
@@ -127,3 +130,63 @@ def test_bad_limits_are_refused() -> None:
         WarmPoolConfig(memory_bytes=0)
     with pytest.raises(ConfigError, match="half-life"):
         Demand(0.0)
+
+
+def memory(num_requests: float = 0, is_asleep: bool = True, num_bytes: int = 100) -> ReplicaMemory:
+    return ReplicaMemory(
+        num_requests=num_requests,
+        is_asleep=is_asleep,
+        awake_bytes=3 * num_bytes,
+        asleep_bytes=num_bytes,
+        start_s=60.0,
+        wake_s=1.0,
+    )
+
+
+def idle(at: float) -> ModelLoad:
+    return ModelLoad(at=at, replicas=())
+
+
+NONE = Scaling(0, "no request")
+
+
+def test_an_idle_model_sleeps_as_long_as_there_is_room() -> None:
+    pool = FleetPool(WarmPoolConfig(memory_bytes=250, min_saved_s=0.0))
+    for number, name in enumerate(("a", "b")):
+        decision = pool.decide(name, {"r": memory(5 + number)}, idle(0.0), NONE)
+        assert (decision.num_replicas, decision.reason[:7]) == (1, "asleep:")
+    # A third one without requests is stopped, and "a" is stopped for one with more requests.
+    assert pool.decide("c", {"r": memory()}, idle(1.0), NONE).num_replicas == 0
+    assert pool.decide("c", {}, idle(2.0), NONE) == NONE
+    assert pool.decide("d", {"r": memory(50)}, idle(3.0), NONE).num_replicas == 1
+    assert pool.decide("a", {"r": memory(5)}, idle(4.0), NONE).num_replicas == 0
+    assert pool.decide("b", {"r": memory(6)}, idle(4.0), NONE).num_replicas == 1
+
+
+def test_demand_is_counted_from_means() -> None:
+    """Serve passes means of the last seconds: a request arrives in parts."""
+    pool = FleetPool(WarmPoolConfig(memory_bytes=150, min_saved_s=0.0))
+    for tick in range(6):
+        pool.decide("z", {"r": memory(min(1.0, 0.3 * tick))}, idle(float(tick)), NONE)
+        pool.decide("a", {"r": memory()}, idle(float(tick)), NONE)
+    assert pool.decide("z", {"r": memory(1.0)}, idle(6.0), NONE).num_replicas == 1
+    assert pool.decide("a", {"r": memory()}, idle(6.0), NONE).num_replicas == 0
+
+
+def test_a_model_that_left_the_fleet_needs_no_room() -> None:
+    pool = FleetPool(WarmPoolConfig(memory_bytes=150, min_saved_s=0.0))
+    assert pool.decide("a", {"r": memory(9)}, idle(0.0), NONE).num_replicas == 1
+    assert pool.decide("b", {"r": memory(1)}, idle(1.0), NONE).num_replicas == 0
+    assert pool.decide("b", {"r": memory(1)}, idle(100.0), NONE).num_replicas == 1
+
+
+def test_a_model_stays_awake_after_a_request_that_the_scaling_has_not_seen() -> None:
+    pool = FleetPool(WarmPoolConfig(memory_bytes=1000, idle_s=5.0, min_saved_s=0.0))
+    decision = pool.decide("a", {"r": memory(1, is_asleep=False)}, idle(0.0), NONE)
+    assert (decision.num_replicas, decision.reason[:6]) == (1, "awake:")
+
+
+def test_the_pool_does_not_stop_a_model_with_requests() -> None:
+    pool = FleetPool(WarmPoolConfig(memory_bytes=1, min_saved_s=0.0))
+    for wanted in (Scaling(1, "busy"), Scaling(2, "busy")):
+        assert pool.decide("a", {"r": memory(1, is_asleep=False)}, idle(0.0), wanted) == wanted

@@ -47,7 +47,7 @@ def up(
         else:
             deploy.connect(address)
         log(f"starting {', '.join(model.name for model in fleet.models)}")
-        typer.echo(f"\nWindlass serves at {deploy.up(fleet)}\n")
+        typer.echo(f"\nWindlass serves at {deploy.up(fleet, on_progress=log)}\n")
         if local:
             deploy.wait_for_interrupt()
 
@@ -131,7 +131,20 @@ def _status_text(found: dict[str, Any]) -> str:
     lines = []
     for name, fleet in found.items():
         lines.append(f"{name}: {fleet['status']} {fleet['message']}".rstrip())
+        for each, model in fleet["models"].items():
+            lines.append(f"  {each}: {_model_text(model)}")
         for each, item in fleet["deployments"].items():
             counts = ", ".join(f"{count} {state}" for state, count in item["replicas"].items())
             lines.append(f"  {each:<24} {item['status']:<12} {counts} {item['message']}".rstrip())
     return "\n".join(lines) or "no fleet runs here."
+
+
+def _model_text(model: dict[str, Any]) -> str:
+    text = f"version {model['version']}"
+    if model["next"] is not None:
+        text += (
+            f", {model['phase']} to version {model['next']}, {model['share']:.0%} of the requests"
+        )
+    if model["asleep"]:
+        text += f", {model['asleep']} asleep"
+    return f"{text}; {model['reason']}" if model["reason"] else text

@@ -112,7 +112,9 @@ class Scaler:
         is_idle = not load.num_queued and not any(
             each.prompt_tokens or each.decode_tokens for each in load.replicas
         )
-        if not is_idle or self._last_request_at == -math.inf:
+        # Replicas that start have no requests yet, and nothing reports of them.
+        is_starting = not load.replicas and num_replicas > 0
+        if not is_idle or is_starting or self._last_request_at == -math.inf:
             self._last_request_at = now
         work = self._measure(load)
         needed, reason = 0, "no request"

@@ -15,7 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from windlass.cluster.fleet import Model
@@ -230,7 +234,7 @@ class FleetClient(InboxReader):
             error = await self._run_once(flight, call)
             replica_id = self._routing.replica_of(name) or ""
             self._routing.ended(name)
-            if not isinstance(error, WorkerDied):
+            if not isinstance(error, WorkerDied) or name not in self._flights:
                 break
             may_restart = not flight.has_output or flight.inbox.can_restart
             if num_retries == _MAX_RETRIES or call.replica or not may_restart:
@@ -240,7 +244,7 @@ class FleetClient(InboxReader):
                 flight.inbox.restart(name)
                 flight.has_output = False
             call = replace(call, avoid=replica_id)
-        if error is not None:
+        if error is not None and name in self._flights:
             if self.on_traces_lost is not None:
                 self.on_traces_lost([name])
             flight.inbox.put(error)
@@ -263,6 +267,8 @@ class FleetClient(InboxReader):
             return WorkerDied(
                 f"no replica of {self._model.name} can be started. See the log of Ray."
             )
+        except RequestCancelledError:  # by `ended`, or by Serve
+            return WorkerDied("Ray Serve has cancelled this request. Send it again.")
         return WorkerDied("the replica ended this request without a reason. Send it again.")
 
     def _on_frame(self, flight: _Flight, frame: Frame, name: str) -> bool:

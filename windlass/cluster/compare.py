@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-_MIN_RANKED = 8  # samples of each version below which the normal approximation does not hold
+MIN_RANKED = 8  # samples of each version below which the normal approximation does not hold
 
 
 def more_errors(old_errors: int, old_requests: int, *, new_errors: int, new_requests: int) -> float:
@@ -37,7 +37,7 @@ def greater(old: Sequence[float], new: Sequence[float]) -> float:
 
     Ranks make it safe for latencies, which have long tails. 1 with fewer than 8 samples of either.
     """
-    if min(len(old), len(new)) < _MIN_RANKED:
+    if min(len(old), len(new)) < MIN_RANKED:
         return 1.0
     num_old, num_new = len(old), len(new)
     num_all = num_old + num_new

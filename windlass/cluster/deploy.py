@@ -5,89 +5,23 @@ from __future__ import annotations
 import math
 import threading
 import urllib.request
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import (
-    AutoscalingConfig,
-    AutoscalingPolicy,
-    HTTPOptions,
-    RequestRouterConfig,
-)
-from ray.serve.deployment import Application
+from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import DeploymentUnavailableError
 
-from windlass.cluster.fleet import Fleet, Model, Routing
-from windlass.cluster.ingress import FleetIngress
-from windlass.cluster.replica import ModelReplica
+from windlass.cluster.application import DEPLOY_FAILED, apply, details, read_state
+from windlass.cluster.fleet import Fleet
+from windlass.cluster.quality import read_probes
+from windlass.cluster.update import follow_update
+from windlass.cluster.versions import FleetState, ModelState, Version, first_state, next_state
 from windlass.errors import ConfigError, EngineError
 
-_POLICY = "windlass.cluster.serve_policy"
-_ROUTERS: dict[Routing, str] = {
-    "prefix": f"{_POLICY}:PrefixRequestRouter",
-    "round-robin": f"{_POLICY}:RoundRobinRequestRouter",
-    "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-}
-# The engine queues requests itself, and its queue is bounded where the API admits them.
-_MAX_ONGOING = 100_000
-_METRICS_S = 1.0  # between two reports of a replica's load
-_HEALTH_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
-
-
-def make_application(fleet: Fleet) -> Application:
-    """The deployments of a fleet: one per model, and the ingress."""
-    replicas = {model.name: _deployment(fleet, model) for model in fleet.models}
-    ingress = serve.deployment(FleetIngress).options(
-        name="ingress",
-        num_replicas=fleet.ingress.replicas,
-        ray_actor_options={"num_cpus": fleet.ingress.cpus},
-        max_ongoing_requests=_MAX_ONGOING,
-        health_check_period_s=_HEALTH_S,
-    )
-    return ingress.bind(fleet, replicas)
-
-
-def _deployment(fleet: Fleet, model: Model) -> Application:
-    config = fleet.serve_config(model)
-    options: dict[str, Any] = {
-        "name": model.name,
-        "ray_actor_options": {"num_cpus": model.cpus, "num_gpus": model.gpus},
-        "placement_group_bundles": model.bundles(),
-        "placement_group_strategy": "STRICT_PACK",
-        "max_ongoing_requests": _MAX_ONGOING,
-        "health_check_period_s": _HEALTH_S,
-        "graceful_shutdown_timeout_s": config.shutdown_timeout,
-        "request_router_config": RequestRouterConfig(request_router_class=_ROUTERS[model.routing]),
-    }
-    if model.replicas.min == model.replicas.max:
-        options["num_replicas"] = model.replicas.max
-    else:
-        options["autoscaling_config"] = _autoscaling(model)
-    made: Application = (
-        serve.deployment(ModelReplica).options(**options).bind(model, config.hang_timeout)
-    )
-    return made
-
-
-def _autoscaling(model: Model) -> AutoscalingConfig:
-    """Serve applies the policy's decisions at once: the delays are the policy's own."""
-    policy = AutoscalingPolicy(
-        policy_function=f"{_POLICY}:TokenScaling", policy_kwargs=asdict(model.targets())
-    )
-    return AutoscalingConfig(
-        min_replicas=model.replicas.min,
-        # One replica shows at once that the model can be loaded, and what its limits are.
-        initial_replicas=max(1, model.replicas.min),
-        max_replicas=model.replicas.max,
-        metrics_interval_s=_METRICS_S,
-        look_back_period_s=2 * _METRICS_S,
-        upscale_delay_s=0.0,
-        downscale_delay_s=0.0,
-        downscale_to_zero_delay_s=0.0,
-        policy=policy,
-    )
+_CALL_TIMEOUT_S = 5.0
 
 
 def connect(address: str) -> None:
@@ -101,11 +35,24 @@ def connect(address: str) -> None:
         ) from error
 
 
-def up(fleet: Fleet) -> str:
-    """Start or update a fleet, and wait until it answers; returns its URL."""
+def up(fleet: Fleet, on_progress: Callable[[str], None] = lambda _: None) -> str:
+    """Start a fleet, or update a running one, and wait until it answers; returns its URL.
+
+    `on_progress` gets a line for each phase of the update of a model. Raises EngineError if a model was
+    rolled back.
+    """
     serve.start(http_options=HTTPOptions(host=fleet.host, port=fleet.port))
+    running = read_state(fleet.name)
+    if running is None:
+        state = first_state(fleet)
+    else:
+        state = next_state(running, fleet, failed_models(running))
+    for model in state.models.values():
+        if model.next is not None and model.next.model.rollout.quality is not None:
+            read_probes(model.next.model.rollout.quality)
     try:
-        serve.run(make_application(fleet), name=fleet.name, route_prefix="/")
+        # A version that is being updated to may have failed; the update sees to it.
+        apply(state, wait=not any(model.num_next for model in state.models.values()))
     except RuntimeError as error:
         raise EngineError(f"the fleet {fleet.name} did not start: {error}") from error
     url = f"http://{'127.0.0.1' if fleet.host == '0.0.0.0' else fleet.host}:{fleet.port}"
@@ -116,16 +63,34 @@ def up(fleet: Fleet) -> str:
             f"the fleet {fleet.name} runs, but nothing answers at {url}: {error}. Ray Serve keeps the "
             "address of its first start: `serve shutdown` ends it with all fleets."
         ) from error
+    if state.is_updating:
+        follow_update(state, on_progress)
     return url
 
 
+def failed_models(state: FleetState) -> set[str]:
+    """The models whose stable version has failed to start and has no replica."""
+    found = details(state.fleet.name)
+    deployments = {} if found is None else found["deployments"]
+    failed = set()
+    for name, model in state.models.items():
+        deployment = deployments.get(model.stable.deployment, {})
+        is_up = any(each["state"] == "RUNNING" for each in deployment.get("replicas", ()))
+        if deployment.get("status") == DEPLOY_FAILED and not is_up:
+            failed.add(name)
+    return failed
+
+
 def status() -> dict[str, Any]:
-    """Each fleet with its deployments: state, replicas by state, and the reason of a failure."""
+    """Each fleet: state, its models with their versions, and its deployments with their replicas."""
     found = serve.status()
-    return {
-        name: {
+    fleets = {}
+    for name, app in found.applications.items():
+        state = read_state(name)
+        fleets[name] = {
             "status": str(app.status.value),
             "message": app.message,
+            "models": {} if state is None else _models_status(state),
             "deployments": {
                 each: {
                     "status": str(item.status.value),
@@ -135,7 +100,40 @@ def status() -> dict[str, Any]:
                 for each, item in app.deployments.items()
             },
         }
-        for name, app in found.applications.items()
+    return fleets
+
+
+def _models_status(state: FleetState) -> dict[str, Any]:
+    return {
+        name: {**model_status(model), "asleep": _num_asleep(state.fleet, model.stable)}
+        for name, model in state.models.items()
+    }
+
+
+def _num_asleep(fleet: Fleet, version: Version) -> int:
+    """The sleeping replicas of a model; 0 where there is no warm pool for it."""
+    if not fleet.pools(version.model):
+        return 0
+    handle = serve.get_deployment_handle(version.deployment, fleet.name)
+    try:
+        found = handle.broadcast("snapshot").results(
+            timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
+        )
+    except (DeploymentUnavailableError, TimeoutError):
+        return 0
+    return sum(not isinstance(each, Exception) and each.is_asleep for each in found)
+
+
+def model_status(model: ModelState) -> dict[str, Any]:
+    """The versions of a model, and the phase of its update."""
+    rollout = model.rollout
+    return {
+        "version": model.stable.number,
+        "deployment": model.stable.deployment,
+        "next": None if model.next is None else model.next.number,
+        "phase": None if model.next is None else "starting" if rollout is None else rollout.phase,
+        "reason": model.last if model.next is None or rollout is None else rollout.reason,
+        "share": model.share,
     }
 
 
@@ -148,7 +146,9 @@ def down(name: str) -> None:
 
 def start_local(fleet: Fleet) -> None:
     """Run Ray in this process with enough CPUs for all replicas; ends with the process."""
-    models = sum(model.replicas.max * model.cpus for model in fleet.models)
+    models = sum(
+        (model.replicas.max + model.rollout.max_surge) * model.cpus for model in fleet.models
+    )
     num_cpus = math.ceil(models + fleet.ingress.replicas * fleet.ingress.cpus)
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
 

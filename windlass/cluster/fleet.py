@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from windlass.cluster.autoscaling import ScalingTargets
+from windlass.cluster.rollout import RolloutConfig
+from windlass.cluster.warm_pool import WarmPoolConfig
 from windlass.config import EngineConfig, ServeConfig, split_options
 from windlass.errors import ConfigError
 from windlass.serve.fields import unknown_field, validation_error
@@ -31,6 +33,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Routing = Literal["prefix", "power-of-two", "round-robin"]
+
+
+def _percent(value: Any) -> Any:
+    """10% is 0.1."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
+        return float(value[:-1]) / 100
+    return value
+
+
+Share = Annotated[float, BeforeValidator(_percent), Field(gt=0, le=1)]
 
 # Options of the server that do not make sense where Ray Serve listens, or where replicas are many.
 _NOT_IN_FLEET = {
@@ -91,6 +103,53 @@ class Autoscaling(_Part):
     zero_delay_s: Seconds = 600.0
 
 
+class Updates(_Part):
+    """How replicas of a changed model replace the old ones; rollout.py explains the fields."""
+
+    canary: Share | None = None  # None: no canary
+    min_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 200
+    max_canary_s: Seconds = 3600.0
+    significance: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    max_latency_ratio: Annotated[float, Field(ge=1, le=100)] = 1.2
+    quality: str | None = None  # a file of prompts with answers; None: no quality gate
+    max_score_drop: Annotated[float, Field(ge=0, le=100)] = 0.0
+    max_surge: Annotated[int, Field(ge=0, le=1000)] = 1
+    max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 0
+    progress_deadline_s: Seconds = 1800.0
+
+    def located(self, folder: Path) -> Updates:
+        """The same with a path that does not depend on the current folder."""
+        quality = None if self.quality is None else str((folder / self.quality).resolve())
+        return self.model_copy(update={"quality": quality})
+
+    def config(self, num_scores: int = 0) -> RolloutConfig:
+        """The limits of an update whose quality gate has `num_scores` answers; raises ConfigError."""
+        fields = self.model_dump(exclude={"canary", "min_requests", "quality"})
+        return RolloutConfig(
+            canary_share=self.canary or 1.0,
+            min_requests=self.min_requests if self.canary else 0,
+            min_scores=num_scores,
+            **fields,
+        )
+
+
+class WarmPool(_Part):
+    """Idle models of `min: 0` that sleep rather than stop; warm_pool.py explains the fields."""
+
+    memory_gb: Annotated[float, Field(gt=0, le=1e6)]
+    idle_s: Seconds = 300.0
+    horizon_s: Seconds = 3600.0
+
+    def config(self) -> WarmPoolConfig:
+        """All that fits is kept asleep: the least useful models are stopped for others."""
+        return WarmPoolConfig(
+            memory_bytes=int(self.memory_gb * 2**30),
+            idle_s=self.idle_s,
+            horizon_s=self.horizon_s,
+            min_saved_s=0.0,
+        )
+
+
 class Prices(_Part):
     """Dollars per hour."""
 
@@ -110,6 +169,7 @@ class Model(_Part):
 
     name: str
     model: str = "default"
+    version: str = ""  # a change of it replaces the replicas, for new files at the same path
     options: dict[str, Any] = {}  # of the engine, as `windlass serve` has them
     adapters: dict[str, str] = {}  # folders by name
     replicas: Replicas = Replicas()
@@ -118,6 +178,7 @@ class Model(_Part):
     routing: Routing = "prefix"
     frame_ms: Annotated[float, Field(ge=0, le=1000)] = 20.0  # of tokens that travel together
     autoscaling: Autoscaling = Autoscaling()
+    rollout: Updates = Updates()
 
     @cached_property
     def engine(self) -> EngineConfig:
@@ -153,6 +214,9 @@ class Model(_Part):
                 f"gpus is {self.gpus:g}, and options has device: {device}. Ray hides the GPUs that a "
                 "replica has not reserved."
             )
+        if self.rollout.quality and not self.rollout.canary:
+            raise ConfigError("rollout: quality compares a canary. Set canary, for example 10%.")
+        self.rollout.config()
         if self.name in self.adapters:
             raise ConfigError(f"adapters: {self.name!r} is the name of the model itself.")
 
@@ -178,7 +242,12 @@ class Fleet(_Part):
     serve: dict[str, Any] = {}  # further options of `windlass serve` about HTTP and the API
     ingress: Ingress = Ingress()
     prices: Prices = Prices()
+    warm_pool: WarmPool | None = None
     models: Annotated[list[Model], Field(min_length=1, max_length=1000)]
+
+    def pools(self, model: Model) -> bool:
+        """Whether the warm pool may hold a model: its replicas may all stop."""
+        return self.warm_pool is not None and not model.replicas.min
 
     def price_per_hour(self, model: Model) -> float:
         """Of one replica."""
@@ -202,7 +271,8 @@ class Fleet(_Part):
         models = [
             model.model_copy(
                 update={
-                    "adapters": {name: str(folder / path) for name, path in model.adapters.items()}
+                    "adapters": {name: str(folder / path) for name, path in model.adapters.items()},
+                    "rollout": model.rollout.located(folder),
                 }
             )
             for model in self.models
@@ -223,6 +293,10 @@ class Fleet(_Part):
             for name in taken & names:
                 raise ConfigError(f"two models or adapters of the fleet have the name {name!r}.")
             names |= taken
+        if self.warm_pool is not None and not any(map(self.pools, self.models)):
+            raise ConfigError(
+                "warm_pool holds models whose replicas may all stop. Set replicas: {min: 0} in one."
+            )
         if self.tenants is not None and self.ingress.replicas > 1:
             raise ConfigError(
                 f"ingress has {self.ingress.replicas} replicas, and each would count the limits of "

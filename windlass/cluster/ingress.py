@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -18,15 +18,23 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from windlass.build import open_model
+from windlass.cluster.bodies import read_body, replaying
 from windlass.cluster.client import FleetClient
 from windlass.cluster.fleet import Fleet, Model
-from windlass.errors import UnsupportedError
+from windlass.cluster.rollout import Samples
+from windlass.cluster.split import Front, VersionedFront
+from windlass.cluster.versions import FleetState, Version
+from windlass.core.sampling import SamplingParams
+from windlass.core.tokenizer import Tokenizer
+from windlass.core.types import NewRequest, TokenLogprob
+from windlass.errors import EngineError, UnsupportedError
 from windlass.serve.app import create_app
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.problems import problem_of
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import make_router
 from windlass.serve.services import Services, make_services
+from windlass.serve.summary import RequestSummary
 from windlass.serve.transport import CONNECTION
 
 _log = logging.getLogger("windlass.cluster")
@@ -83,12 +91,13 @@ class _ProxyConnection:
 
 
 class ModelFront:
-    """The API of one model: its services, and the application with all endpoints."""
+    """The API of one version of a model: its services, and the application with all endpoints."""
 
     def __init__(self, fleet: Fleet, model: Model, handle: DeploymentHandle[Any]) -> None:
         self.model = model
         self._fleet = fleet
         self._client = FleetClient(model, handle)
+        self.on_end: Callable[[RequestSummary], None] = lambda _: None
         self._services: Services | None = None
         self._starting: asyncio.Task[FastAPI] | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -115,6 +124,7 @@ class ModelFront:
             reloads=Reloads(),
             started=StartConfig(engine=self.model.engine),
         )
+        services.desk.on_end = lambda summary: self.on_end(summary)
         if services.usage is not None:
             self._writing = asyncio.create_task(services.usage.write_forever())
         app = create_app(services, make_router(services))
@@ -129,12 +139,46 @@ class ModelFront:
     def names(self) -> set[str]:
         return {self.model.name, *self.model.adapters}
 
+    async def score(self, prompt: str, answer: str) -> float:
+        """The log probability of `answer` after `prompt`, per character."""
+        await self.app()
+        assert self._services is not None
+        tokens, num_prompt = _answer_tokens(self._services.card.tokenizer, prompt, answer)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        scores: list[TokenLogprob] = []
+        async for output in self._client.generate(
+            NewRequest(f"score-{uuid.uuid4().hex}", tokens, sampling), tracked=False
+        ):
+            scores += output.prompt_logprobs or ()
+        # The first token of a prompt has no score.
+        found = [each.logprob for each in scores[max(0, num_prompt - 1) :]]
+        if not found:
+            raise EngineError(f"no token of the answer {answer!r:.100} has a log probability.")
+        return sum(found) / len(answer)
+
+    async def close_when_idle(self) -> None:
+        """Close when the requests in flight have ended."""
+        if self._services is not None:
+            await self._services.desk.idle(self._fleet.serve_config(self.model).shutdown_timeout)
+        await self.close()
+
     async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
         await self._client.close()
         if self._writing is not None:
             self._writing.cancel()
         if self._services is not None:
             self._services.close()
+
+
+def _answer_tokens(tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The tokens of both, and how many of them belong to the prompt alone."""
+    alone, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
+    num_prompt = 0
+    while num_prompt < min(len(alone), len(whole)) and alone[num_prompt] == whole[num_prompt]:
+        num_prompt += 1
+    return whole, num_prompt
 
 
 class IngressApp:
@@ -144,7 +188,7 @@ class IngressApp:
     the fleet answers. Lists of models, metrics and health are those of all models.
     """
 
-    def __init__(self, fronts: Sequence[ModelFront]) -> None:
+    def __init__(self, fronts: Sequence[VersionedFront]) -> None:
         self._fronts = fronts
         self._by_name = {name: front for front in fronts for name in front.names}
 
@@ -162,15 +206,15 @@ class IngressApp:
             front, receive = await self._front_of(scope, receive)
             await (await front.app())(scope, receive, send)
 
-    async def _front_of(self, scope: Scope, receive: Receive) -> tuple[ModelFront, Receive]:
+    async def _front_of(self, scope: Scope, receive: Receive) -> tuple[VersionedFront, Receive]:
         """The front of the request's model, and how it receives the body, which was read."""
         named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
         if scope["path"].startswith(_MODEL_PATH):
             named = scope["path"].removeprefix(_MODEL_PATH)
         if not named and scope["method"] == "POST":
-            messages = await _read_body(receive, self._fronts[0].max_body_bytes)
+            messages = await read_body(receive, self._fronts[0].max_body_bytes)
             named = _model_in(b"".join(each.get("body", b"") for each in messages))
-            receive = _replaying(messages, receive)
+            receive = replaying(messages, receive)
         # The first front refuses an unknown name, after it has checked the key.
         return self._by_name.get(named, self._fronts[0]), receive
 
@@ -193,28 +237,6 @@ class IngressApp:
         is_text = scope["path"] == "/metrics" and status == 200
         media_type = CONTENT_TYPE_LATEST if is_text else "application/json"
         await Response(body, status, media_type=media_type)(scope, receive, send)
-
-
-async def _read_body(receive: Receive, max_bytes: int) -> list[Message]:
-    """The messages of a body; the last one is missing where the body is too large."""
-    messages: list[Message] = []
-    num_bytes = 0
-    while num_bytes <= max_bytes:
-        message = await receive()
-        messages.append(message)
-        num_bytes += len(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return messages
-
-
-def _replaying(messages: list[Message], receive: Receive) -> Receive:
-    waiting = deque(messages)
-
-    async def next_message() -> Message:
-        return waiting.popleft() if waiting else await receive()
-
-    return next_message
 
 
 def _collecting(sent: list[Message]) -> Send:
@@ -271,14 +293,42 @@ async def _live(receive: Receive, send: Send) -> None:
 class FleetIngress:
     """Owns the fronts of all models in one process of the ingress."""
 
-    async def __init__(  # type: ignore[misc]
-        self, fleet: Fleet, handles: Mapping[str, DeploymentHandle[Any]]
-    ) -> None:
-        self._fronts = [ModelFront(fleet, model, handles[model.name]) for model in fleet.models]
-        self.answer = IngressApp(self._fronts)
-        for front in self._fronts:
-            front.start()
+    def __init__(self, deployments: Sequence[DeploymentHandle[Any]]) -> None:
+        """`deployments`: those of all versions, so that Serve starts them with the ingress."""
+        del deployments  # `reconfigure` has those of the state
+        self._state: FleetState | None = None
+        self._fronts: dict[str, VersionedFront] = {}
+        self.answer = IngressApp(())
+
+    async def reconfigure(self, config: dict[str, Any]) -> None:
+        """Follow the state of the fleet. Serve calls it at the start and after every change."""
+        state = self._state = FleetState.model_validate(config)
+        for gone in self._fronts.keys() - state.models.keys():
+            self._fronts.pop(gone).retire()
+        for name, model in state.models.items():
+            if name not in self._fronts:
+                self._fronts[name] = VersionedFront(self._make_front)
+            self._fronts[name].follow(model)
+        self.answer = IngressApp([self._fronts[model.name] for model in state.fleet.models])
+
+    def _make_front(self, version: Version) -> Front:
+        assert self._state is not None
+        fleet = self._state.fleet
+        handle = serve.get_deployment_handle(version.deployment, fleet.name, _check_exists=False)
+        return ModelFront(fleet, version.model, handle)
+
+    # ---- for updates ---------------------------------------------------------------------------
+
+    async def samples(self) -> dict[str, dict[int, Samples]]:
+        """How the requests of each model's versions went since its update began."""
+        return {name: front.samples() for name, front in self._fronts.items()}
+
+    async def score(self, model: str, number: int, prompt: str, answer: str) -> float:
+        """The log probability of an answer with one version, per character."""
+        front = self._fronts[model].front_of(number)
+        if front is None:
+            raise EngineError(f"version {number} of {model} does not run in this ingress.")
+        return await front.score(prompt, answer)
 
     async def __del__(self) -> None:
-        for front in self._fronts:
-            await front.close()
+        await asyncio.gather(*(front.close() for front in self._fronts.values()))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ray.serve.deployment import Application
 
-from windlass.cluster.deploy import make_application
+from windlass.cluster.application import make_application
 from windlass.cluster.fleet import read_fleet
+from windlass.cluster.versions import first_state
 from windlass.errors import ConfigError
 
 
@@ -18,4 +19,4 @@ def build(args: Mapping[str, str]) -> Application:
         raise ConfigError(
             f"the application's args are {', '.join(sorted(args)) or 'empty'}; expected fleet: FILE."
         )
-    return make_application(read_fleet(Path(args["fleet"])))
+    return make_application(first_state(read_fleet(Path(args["fleet"]))))

@@ -11,11 +11,13 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+import ray
 from ray import serve
 
 from windlass.build import open_model
 from windlass.cluster.autoscaling import RateMeter
 from windlass.cluster.fleet import Model
+from windlass.cluster.replica_sleep import ReplicaSleep
 from windlass.cluster.routing import Call
 from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
@@ -46,12 +48,15 @@ class Snapshot:
     """A replica's state, for the ingress. `num_outstanding`: as the router counts tokens."""
 
     replica: str
+    node: str  # Ray's id
     pid: int
     engine_pid: int | None
     report: EngineReport
     stats: EngineStats
     health: Health
     num_outstanding: float
+    is_asleep: bool = False  # in the warm pool
+    asleep_bytes: int | None = None  # of its engine; None: it has not slept yet
 
 
 @dataclass(slots=True)
@@ -66,18 +71,27 @@ class ModelReplica:
     """Owns one engine and its requests."""
 
     async def __init__(self, model: Model, hang_timeout: float) -> None:  # type: ignore[misc]
+        began = time.monotonic()
         config = model.engine
         self._id = serve.get_replica_context().replica_id.unique_id
         self._frame_s = model.frame_ms / 1e3
         self._client = make_client(config, hang_timeout, retry_on_restart=False)
         self._client.on_traces = self._on_traces
         self._running: dict[str, _Running] = {}
+        self._num_requests = 0
         self._traces: dict[str, list[RequestTrace]] = {}
         self._mean_output = _FIRST_OUTPUT
         self._prompt_rate, self._decode_rate = RateMeter(), RateMeter()
         opened = await asyncio.to_thread(open_model, config)
         self._client.build_with(*build_replicas(config, opened.source))
         self._report = await self._client.start()
+        self._start_s = time.monotonic() - began
+        self._sleep = ReplicaSleep(self._client, lambda: bool(self._running))
+        await self._sleep.measure()
+
+    def reconfigure(self, config: dict[str, float]) -> None:
+        """Follow the warm pool's settings. Serve calls it at the start and after every change."""
+        self._sleep.idle_s = config["sleep_after_s"]
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -89,7 +103,9 @@ class ModelReplica:
         name = request.request_id
         self._running[name] = _Running(request.sampling.max_tokens or float("inf"))
         self._traces[name] = []
+        self._num_requests += 1
         try:
+            await self._sleep.wake()
             await self._engine_up()
             async for outputs in self._outputs(request, call.tracked):
                 traces, self._traces[name] = self._traces[name], []
@@ -98,6 +114,7 @@ class ModelReplica:
             yield Frame([], self._traces[name], ErrorMessage.of(error))
         finally:
             del self._running[name], self._traces[name]
+            self._sleep.used()
 
     async def _engine_up(self) -> None:
         """Hold a request while the engine is restarted."""
@@ -140,12 +157,15 @@ class ModelReplica:
         prompt_tokens, decode_tokens = self._pending()
         return Snapshot(
             replica=self._id,
+            node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             engine_pid=self._client.replicas[0].pid,
             report=self._report,
             stats=stats,
-            health=self._client.health(),
+            health=Health(True) if self._sleep.is_asleep else self._client.health(),
             num_outstanding=prompt_tokens + DECODE_WEIGHT * decode_tokens,
+            is_asleep=self._sleep.is_asleep,
+            asleep_bytes=self._sleep.asleep_bytes,
         )
 
     async def reset_prefix_cache(self) -> int:
@@ -178,6 +198,9 @@ class ModelReplica:
             "decode_tokens": decode_tokens,
             "prompt_rate": self._prompt_rate.tokens_per_s,
             "decode_rate": self._decode_rate.tokens_per_s,
+            "num_requests": float(self._num_requests),
+            "start_s": self._start_s,
+            **self._sleep.metrics(),
         }
 
     async def check_health(self) -> None:
@@ -186,4 +209,5 @@ class ModelReplica:
             raise WorkerDied(f"{self._client.health().reason}.")
 
     async def __del__(self) -> None:
+        self._sleep.close()
         await self._client.close()

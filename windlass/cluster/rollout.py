@@ -35,9 +35,9 @@ class RolloutConfig:
     max_latency_ratio: float = 1.2  # of the new version's latencies to the old ones'
     max_score_drop: float = 0.0
     max_surge: int = 1  # replicas above the needed ones
+    max_unavailable: int = 0  # ready replicas below the needed ones
     max_failures: int = 2  # starts and crashes of new replicas
     progress_deadline_s: float = 1800.0  # without a further ready replica of the new version
-    drain_timeout_s: float = 600.0  # for the caller: the running requests of a drained replica
 
     def __post_init__(self) -> None:
         if not 0.0 < self.canary_share <= 1.0 or not 0.0 < self.significance < 1.0:
@@ -45,10 +45,10 @@ class RolloutConfig:
                 "canary_share is above 0 and at most 1, and significance between 0 and 1; got "
                 f"{self.canary_share} and {self.significance}."
             )
-        if self.max_surge < 1:
+        if self.max_surge < 1 and (self.max_unavailable < 1 or self.min_requests):
             raise ConfigError(
-                f"max_surge must be at least 1, got {self.max_surge}: an update without a further "
-                "replica would have fewer ready ones than needed."
+                f"max_surge must be at least 1, got {self.max_surge}: a canary is a further replica. "
+                "Without a canary, max_unavailable: 1 stops an old replica before a new one starts."
             )
         if self.min_scores and not self.min_requests:
             raise ConfigError("min_scores needs a canary: set min_requests above 0.")
@@ -63,6 +63,14 @@ class Samples:
     latencies_s: tuple[float, ...] = ()  # of requests that succeeded; a random part is enough
     scores: tuple[float, ...] = ()  # quality of answers, higher is better
 
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(
+            self.num_requests + other.num_requests,
+            self.num_errors + other.num_errors,
+            self.latencies_s + other.latencies_s,
+            self.scores + other.scores,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
@@ -72,6 +80,7 @@ class VersionView:
     num_starting: int = 0
     num_draining: int = 0  # they finish their requests and get no new ones
     num_failures: int = 0  # starts that failed and crashes, since the update began
+    failure: str = ""  # why no further replica is started; "": starts are tried
     samples: Samples = field(default_factory=Samples)
 
     @property
@@ -120,8 +129,8 @@ class Rollout:
     def step(self, old: VersionView, new: VersionView, *, num_needed: int, now: float) -> Target:
         """Decide how many replicas each version should have now. Call it every few seconds.
 
-        `num_needed` may change between calls. Until `is_over`, at least `num_needed` replicas stay ready
-        if that many were.
+        `num_needed` may change between calls. Until `is_over`, at least `num_needed` replicas, less
+        `max_unavailable`, stay ready if that many were.
         """
         self._note_progress(new, now)
         phase = self.state.phase
@@ -149,7 +158,7 @@ class Rollout:
 
     def _shift(self, to: VersionView, away: VersionView, num_needed: int) -> tuple[int, int]:
         """The numbers of replicas of both versions on the way to one of them."""
-        num_away = max(0, num_needed - to.num_ready)
+        num_away = max(0, num_needed - to.num_ready - self._config.max_unavailable)
         if not away.num_all:
             num_away = 0  # gone ones do not come back
         room = num_needed + self._config.max_surge - max(num_away, away.num_all)
@@ -173,7 +182,9 @@ class Rollout:
         """Go on to the next phase, or back, if there is enough to decide."""
         config, state = self._config, self.state
         worse = self._worse(old.samples, new.samples)
-        if new.num_failures > config.max_failures:
+        if new.failure:
+            self._enter("rollback", new.failure)
+        elif new.num_failures > config.max_failures:
             self._enter("rollback", f"new replicas failed {new.num_failures} times")
         elif worse:
             self._enter("rollback", worse)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from windlass.cluster.autoscaling import ModelLoad, ReplicaLoad, Scaler, ScalingTargets
+from windlass.cluster.pool_scaling import ReplicaMemory, pool_of
 from windlass.cluster.routing import Call, FleetRouting, routing_of
+from windlass.cluster.warm_pool import WarmPoolConfig
 
 METRICS = ("prompt_tokens", "decode_tokens", "prompt_rate", "decode_rate")
+POOL_METRICS = (
+    *("num_requests", "is_asleep", "awake_bytes", "asleep_bytes"),
+    *("start_s", "wake_s"),
+)
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -72,21 +79,44 @@ def _call_of(pending: PendingRequest | None) -> Call | None:
 
 
 class TokenScaling:
-    """Ray Serve's policy of one model; `targets` are the fields of ScalingTargets."""
+    """Ray Serve's policy of one model; `targets` are the fields of ScalingTargets.
 
-    def __init__(self, **targets: Any) -> None:
+    With `pool`, the fields of WarmPoolConfig, an idle model's last replica sleeps instead of stopping as
+    long as the pool has room for it.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Any],
+        pool: Mapping[str, Any] | None = None,
+        fleet: str = "",
+        model: str = "",
+    ) -> None:
         self._scaler = Scaler(ScalingTargets(**targets))
+        self._model = model
+        self._pool = None if pool is None else pool_of(fleet, WarmPoolConfig(**pool))
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         found = context.aggregated_metrics or {}
-        values = [found.get(name) or {} for name in METRICS]
-        replicas = [
-            ReplicaLoad(**{name: by_id[each] for name, by_id in zip(METRICS, values, strict=True)})
-            for each in values[0]
-            if all(each in by_id for by_id in values)
-        ]
+        replicas = [ReplicaLoad(**each) for each in _by_replica(found, METRICS).values()]
         load = ModelLoad(
             at=context.current_time, replicas=replicas, num_queued=context.total_queued_requests
         )
         decision = self._scaler.decide(load, context.target_num_replicas)
+        if self._pool is not None:
+            states = _by_replica(found, POOL_METRICS)
+            held = {str(each): ReplicaMemory(**values) for each, values in states.items()}
+            decision = self._pool.decide(self._model, held, load, decision)
         return decision.num_replicas, {"reason": decision.reason}
+
+
+def _by_replica(
+    found: Mapping[str, Mapping[Any, float]], names: Sequence[str]
+) -> dict[Any, dict[str, float]]:
+    """The metrics of each replica that has reported all of them."""
+    values = [found.get(name) or {} for name in names]
+    return {
+        each: {name: by_id[each] for name, by_id in zip(names, values, strict=True)}
+        for each in values[0]
+        if all(each in by_id for by_id in values)
+    }

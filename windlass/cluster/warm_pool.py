@@ -33,7 +33,7 @@ class Demand:
         self._rates: dict[str, tuple[float, float]] = {}  # model: rate, and its time
         self._last: dict[str, float] = {}
 
-    def add(self, model: str, now: float, num_requests: int = 1) -> None:
+    def add(self, model: str, now: float, num_requests: float = 1.0) -> None:
         """Note requests that have arrived."""
         self._rates[model] = self.rate(model, now) + num_requests * self._decay, now
         self._last[model] = now

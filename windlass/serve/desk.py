@@ -124,6 +124,9 @@ class Desk:
         self.num_in_flight = 0
         self.draining = False
         self.check_awake: Callable[[], None] = lambda: None  # set by Sleeper
+        self.on_end: Callable[[RequestSummary], None] = lambda _: (
+            None
+        )  # set by the ingress of a fleet
 
     @property
     def logs_bodies(self) -> bool:
@@ -140,6 +143,7 @@ class Desk:
 
     def close_ticket(self, ticket: Ticket) -> None:
         self._metrics.ended(ticket.summary.outcome, ticket.summary.tenant)
+        self.on_end(ticket.summary)
         if self._reporter.is_wanted:
             _count_tokens(ticket.summary, ticket.served)
             self._reporter.report(ticket.summary, ticket.entry)

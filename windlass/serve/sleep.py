@@ -32,18 +32,64 @@ class SleepResult:
     reason: str = ""  # why the level differs from the requested one
 
 
+class EngineSleep:
+    """Owns the sleep level of some engines, which sleep and wake together; 0: they are awake."""
+
+    def __init__(self, clients: Sequence[EngineHandle]) -> None:
+        self._clients = clients
+        self.level = 0
+
+    async def sleep(self, level: int) -> str:
+        """Sleep at `level`; returns why the level reached differs. No request may be in flight."""
+        reason = ""
+        if level == 1:
+            try:
+                await self._each(_sleep, undo=_wake)
+            except UnsupportedError as error:
+                level, reason = 2, f"the engine process was stopped: {error}"
+        if level == 2:
+            await self._each(_stop, undo=_start)
+        self.level = level
+        return reason
+
+    async def wake(self) -> None:
+        if self.level == 1:
+            await self._each(_wake, undo=_sleep)
+        elif self.level == 2:
+            await self._each(_start, undo=_stop)
+        self.level = 0
+
+    async def _each(
+        self,
+        call: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+        undo: Callable[[EngineHandle], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Call the engines one after the other; if one raises, undo those before it."""
+        for index, client in enumerate(self._clients):
+            try:
+                await call(client)
+            except BaseException:
+                for done in self._clients[:index]:
+                    await undo(done)
+                raise
+
+
 class Sleeper:
     """Owns the sleep state. Changes run one at a time; concurrent callers wait."""
 
     def __init__(self, clients: Sequence[EngineHandle], desk: Desk) -> None:
         """`clients`: the engines of all models, which sleep and wake together."""
         self._clients = clients
+        self._engines = EngineSleep(clients)
         self._desk = desk
         self._lock = asyncio.Lock()
         self._wake_s = _DEFAULT_WAKE_S  # for Retry-After: a default, then the last measured time
         self.state: State = "awake"
-        self.level = 0
         desk.check_awake = self._check_awake
+
+    @property
+    def level(self) -> int:
+        return self._engines.level
 
     def _check_awake(self) -> None:
         """Raise Sleeping unless the server is awake."""
@@ -63,7 +109,7 @@ class Sleeper:
             try:
                 if self.level == 0:
                     await self._wait_for_requests(mode, timeout_s)
-                self.level, reason = await self._release_memory(level)
+                reason = await self._engines.sleep(level)
             finally:
                 self.state = "sleeping" if self.level else "awake"
             return SleepResult(self.level, time.monotonic() - began, reason)
@@ -83,33 +129,6 @@ class Sleeper:
                 "server stays awake. Give more time, or abort them with mode=abort."
             )
 
-    async def _release_memory(self, level: int) -> tuple[int, str]:
-        """Sleep at `level`; returns the level reached, and why it differs."""
-        if level == 1:
-            try:
-                await self._each(_sleep, undo=_wake)
-                return 1, ""
-            except UnsupportedError as error:
-                reason = f"the engine process was stopped: {error}"
-        else:
-            reason = ""
-        await self._each(_stop, undo=_start)
-        return 2, reason
-
-    async def _each(
-        self,
-        call: Callable[[EngineHandle], Coroutine[Any, Any, None]],
-        undo: Callable[[EngineHandle], Coroutine[Any, Any, None]],
-    ) -> None:
-        """Call the engines one after the other; if one raises, undo those before it."""
-        for index, client in enumerate(self._clients):
-            try:
-                await call(client)
-            except BaseException:
-                for done in self._clients[:index]:
-                    await undo(done)
-                raise
-
     async def wake(self) -> SleepResult:
         """Restore the memory and accept requests; does nothing if the server is awake."""
         async with self._lock:
@@ -118,11 +137,7 @@ class Sleeper:
                 return SleepResult(0, 0.0, "the server is awake")
             self.state = "waking"
             try:
-                if self.level == 1:
-                    await self._each(_wake, undo=_sleep)
-                else:
-                    await self._each(_start, undo=_stop)
-                self.level = 0
+                await self._engines.wake()
             finally:
                 self.state = "sleeping" if self.level else "awake"
             self._wake_s = time.monotonic() - began
