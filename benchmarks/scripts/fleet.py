@@ -4,11 +4,14 @@
     python benchmarks/scripts/fleet.py scaling -o benchmarks/fleet-scaling.json
     python benchmarks/scripts/fleet.py cost -o benchmarks/fleet-cost.json
     python benchmarks/scripts/fleet.py router -o benchmarks/fleet-router.json
+    python benchmarks/scripts/fleet.py failures --minutes 30 --every 120 -o benchmarks/fleet-failures.json
 
 routing: conversations with each policy of routing: cached prompt tokens, TTFT, throughput.
 scaling: the output tokens per second of one and of two replicas.
 cost: the CPU time of each process per request and per frame of tokens.
 router: without Ray, the time of a choice, and cached prompt tokens of simulated conversations.
+failures: two replicas under load, and a kill -9 every so often: lost requests, time to recovery.
+    Half of the requests are streamed. `--minutes 3 --every 20` is the short form.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -30,6 +34,7 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from windlass.cluster import deploy
 from windlass.cluster.fleet import Fleet
@@ -302,11 +307,133 @@ def router(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(slots=True)
+class Loss:
+    """Requests between two kills, by their end."""
+
+    victim: str
+    ok: int = 0
+    cut: int = 0  # streams that ended with an error event after their first token
+    lost: int = 0  # no response, or an error before the first token
+    recovery_s: float | None = None  # until all replicas were up again
+
+
+async def send_until(url: str, user: int, args: argparse.Namespace, losses: list[Loss]) -> None:
+    """Send one request after the other, until the last of `losses` is the end."""
+    rng = random.Random(user)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        while losses[-1].victim != "end":
+            chat = [{"role": "user", "content": words(rng, args.input_len)}]
+            at, outcome = losses[-1], "ok"
+            try:
+                if user % 2:
+                    await stream(client, chat, args.output_len)
+                else:
+                    body = {"messages": chat, "max_tokens": args.output_len, "ignore_eos": True}
+                    (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+            except KeyError:  # an error event, which has no choices
+                outcome = "cut"
+            except httpx.HTTPError:
+                outcome = "lost"
+            setattr(at, outcome, getattr(at, outcome) + 1)
+
+
+def snapshots() -> list[Any]:
+    name = deploy.status()["windlass"]["models"]["chat"]["deployment"]
+    found: list[Any] = (
+        serve.get_deployment_handle(name, "windlass")
+        .broadcast("snapshot")
+        .results(timeout_s=20, return_exceptions=True)
+    )
+    return [each for each in found if not isinstance(each, Exception)]
+
+
+def kill(victim: str, number: int) -> None:
+    """End one process with SIGKILL."""
+    if victim in ("replica", "engine"):
+        found = sorted(snapshots(), key=lambda each: each.replica)
+        chosen = found[number % len(found)]
+        pid = chosen.pid if victim == "replica" else chosen.engine_pid
+    else:
+        (pid,) = [
+            each.pid
+            for each in psutil.Process().children(recursive=True)
+            if _PROCESSES[victim] in " ".join(each.cmdline())
+        ]
+    os.kill(pid, signal.SIGKILL)
+
+
+async def recovered(num_replicas: int, dead: set[int]) -> float:
+    """The seconds until all replicas are up, with other processes than the dead ones."""
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(0.5)
+        try:
+            found = await asyncio.to_thread(snapshots)
+        except (ray.exceptions.RayError, RayServeException, TimeoutError):
+            continue  # the controller is being restarted
+        pids = {pid for each in found for pid in (each.pid, each.engine_pid)}
+        if len(found) == num_replicas and all(each.health.ok for each in found) and not pids & dead:
+            return time.monotonic() - began
+
+
+async def kill_often(url: str, args: argparse.Namespace) -> list[Loss]:
+    losses = [Loss("none")]
+    users = [asyncio.create_task(send_until(url, user, args, losses)) for user in range(args.users)]
+    victims = args.victims.split(",")
+    for number in range(int(60 * args.minutes / args.every)):
+        began = time.monotonic()
+        await asyncio.sleep(args.every if not number else 0)
+        victim = victims[number % len(victims)]
+        before = await asyncio.to_thread(snapshots)
+        losses.append(Loss(victim))
+        await asyncio.to_thread(kill, victim, number // len(victims))
+        after = {each.pid for each in psutil.Process().children(recursive=True)}
+        dead = {pid for each in before for pid in (each.pid, each.engine_pid)} - after
+        losses[-1].recovery_s = round(await recovered(len(before), dead), 1)
+        print(losses[-1], flush=True)
+        await asyncio.sleep(max(0.0, args.every - (time.monotonic() - began)))
+    losses.append(Loss("end"))
+    await asyncio.gather(*users)
+    return losses
+
+
+def failures(args: argparse.Namespace) -> list[dict[str, Any]]:
+    with running(args, replicas=2) as url:
+        losses = asyncio.run(kill_often(url, args))
+    rows = []
+    for victim in ("none", *args.victims.split(",")):
+        found = [each for each in losses if each.victim == victim]
+        times = sorted(each.recovery_s for each in found if each.recovery_s is not None)
+        rows.append(
+            {
+                "killed": victim,
+                "kills": 0 if victim == "none" else len(found),
+                "ok": sum(each.ok for each in found),
+                "cut": sum(each.cut for each in found),
+                "lost": sum(each.lost for each in found),
+                "recovery_p50_s": percentile(times, 50) if times else None,
+                "recovery_max_s": times[-1] if times else None,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+_MEASUREMENTS = {
+    "routing": routing,
+    "scaling": scaling,
+    "cost": cost,
+    "router": router,
+    "failures": failures,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("measurement", choices=["routing", "scaling", "cost", "router"])
+    parser.add_argument("measurement", choices=[*_MEASUREMENTS])
     parser.add_argument("--model", default="default")
     parser.add_argument("--options", default="{}", help="of the engine, as JSON")
     parser.add_argument("--num-blocks", type=int, default=1024)
@@ -318,14 +445,19 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=100)
     parser.add_argument("--frames", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of failures")
+    parser.add_argument("--every", type=float, default=120.0, help="seconds between two kills")
+    parser.add_argument(
+        "--victims",
+        default="replica,engine",
+        help="of: replica, engine, ingress, controller, proxy",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--notes", default="")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    measures = {"routing": routing, "scaling": scaling, "cost": cost, "router": router}
-    measure = measures[args.measurement]
-    rows = measure(args)
+    rows = _MEASUREMENTS[args.measurement](args)
     if args.output is not None:
         hidden = ("output", "notes", "measurement")
         settings = {name: value for name, value in vars(args).items() if name not in hidden}
