@@ -170,6 +170,7 @@ class _Rank:
     grammars: GrammarCompiler
     tiers: KVTiers | None
     peers: EnginePeers = field(default_factory=EnginePeers)
+    kv_facts: dict[str, str] = field(default_factory=dict)  # see EngineReport
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
@@ -178,6 +179,11 @@ def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = 
         raise ConfigError(
             f"data_parallel_size is {config.parallel.data_parallel_size}, and this runs one engine in "
             "its own process. Use `windlass serve` or AsyncLLM, which start a process per replica."
+        )
+    if config.parallel.role != "both":
+        raise ConfigError(
+            f"role is {config.parallel.role}, and this runs one engine in its own process, which no other "
+            "server reaches. Use `windlass serve`."
         )
     if config.parallel.nnodes > 1:
         raise ConfigError(
@@ -195,11 +201,11 @@ def _build_engine(
     *,
     exit_when_lost: bool = False,
     master: Master | None = None,
-    shared: SharedRings | None = None,
+    shared: SharedRings | RemotePeers | None = None,
 ) -> Built:
     """`exit_when_lost`: end this process soon after another rank of the engine died or hung.
 
-    `master`: how further machines join. `shared`: memory for the KV blocks that replicas hand over.
+    `master`: how further machines join. `shared`: how KV blocks pass between engines.
     """
     log = _Log()
     requested_spec = config.speculation.spec
@@ -211,8 +217,10 @@ def _build_engine(
         config = _resolve_speculation(config, source, choose_device(config.model).type)
         if ranks is None:
             rank = _build_rank(config, source, log, weights=weights)
-            if shared is not None:
+            if isinstance(shared, SharedRings):
                 rank = replace(rank, peers=_join_peers(rank, shared))
+            elif shared is not None:
+                rank = _join_hosts(rank, source, shared)
             return _finish(rank, source, log, requested_spec)
         from windlass.parallel.groups import connect
         from windlass.runner.device import claim_gpu, claimed_cpus
@@ -391,7 +399,7 @@ def _open_tiers(
     if speculation.token_bytes:
         raise ConfigError(
             f"--spec {config.speculation.spec} keeps KV of its own, which --kv-offload-gb, "
-            "--prefix-cache-dir and --prefill-replicas do not save. Use --spec ngram, lookahead, medusa or self, or leave out "
+            "--prefix-cache-dir, --prefill-replicas and --role do not save. Use --spec ngram, lookahead, medusa or self, or leave out "
             "the tiers."
         )
     stores = open_disk(config, source.files, source.hparams, loaded=weights, made=made)
@@ -428,6 +436,53 @@ def _join_peers(rank: _Rank, shared: SharedRings) -> EnginePeers:
     imports = PeerStore(sources, record_bytes=record_bytes)
     rank.tiers.share(imports)
     return EnginePeers(imports=imports)
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePeers:
+    """How a prefill engine and decode engines on other hosts exchange KV blocks."""
+
+    ring: Segment | None  # the memory that a prefill engine writes; None: a decode engine reads
+    secret: bytes = field(repr=False)  # of the cluster
+
+
+def _join_hosts(rank: _Rank, source: Source, shared: RemotePeers) -> _Rank:
+    """Add the store between this engine and those of other hosts to the tiers."""
+    from windlass.handshake import Identity
+    from windlass.runner.disk_tier import kv_fingerprint
+    from windlass.runner.kv_records import RecordLayout
+    from windlass.tiers.fingerprint import digest_of
+    from windlass.tiers.peer import PeerExport, PeerStore, RecordRing
+    from windlass.tiers.peer_link import RemoteSource
+
+    assert rank.tiers is not None
+    record_bytes = RecordLayout([rank.made.cache]).record_bytes
+    fingerprint = kv_fingerprint(
+        rank.config,
+        source.files,
+        source.hparams,
+        loaded=rank.weights,
+        made=rank.made,
+        on_many_hosts=True,
+    )
+    facts = fingerprint.facts(record_bytes)
+    if shared.ring is not None:
+        export = PeerExport(
+            RecordRing(shared.ring.map),
+            source="",  # the decode server names it by its address
+            record_bytes=record_bytes,
+            fingerprint=digest_of(facts),
+        )
+        rank.tiers.share(export)
+        return replace(rank, peers=EnginePeers(export=export), kv_facts=facts)
+    imports = PeerStore(
+        {},
+        record_bytes=record_bytes,
+        connect=partial(RemoteSource, identity=Identity(facts, shared.secret)),
+        limit_s=rank.config.parallel.kv_transfer_timeout,
+    )
+    rank.tiers.share(imports)
+    return replace(rank, peers=EnginePeers(imports=imports), kv_facts=facts)
 
 
 def _finish(
@@ -493,6 +548,7 @@ def _finish(
         memory={**made.memory, **adapter_memory},
         adapters=adapters.store.folders if adapters is not None else {},
         prefix_caching=rank.config.cache.prefix_caching,
+        kv_facts=rank.kv_facts,
     )
     _tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
@@ -633,7 +689,7 @@ def build_for_process(
     source: Source,
     replica: int,
     master: Master | None = None,
-    shared: SharedRings | None = None,
+    shared: SharedRings | RemotePeers | None = None,
     cpus: CpuSlot | None = None,
 ) -> tuple[Engine, EngineReport]:
     """Build a replica in its engine process. The arguments are sent to that process.

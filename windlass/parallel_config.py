@@ -14,6 +14,14 @@ DistributedBackend = Literal["auto", "nccl", "gloo"]
 CombineRule = Literal["auto", "all-reduce", "all-to-all"]
 
 
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT; an IPv6 address stands in brackets."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{option} must be HOST:PORT, got {address!r}.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Several devices, or processes on CPUs, for one model."""
@@ -34,15 +42,33 @@ class ParallelConfig:
         "Number of the replicas of --data-parallel-size that only compute prompts; the others generate "
         "the outputs. 0: every replica does both.",
     )
+    role: Role = option(
+        "both",
+        "prefill: this server also computes prompts for decode servers on other hosts, which connect to "
+        "--prefill-listen. decode: this server generates outputs, and --prefill-servers compute its long "
+        "prompts. both: neither.",
+    )
+    prefill_listen: str = option(
+        "127.0.0.1:29600",
+        "With --role prefill: HOST:PORT at which decode servers reach this server.",
+    )
+    prefill_servers: tuple[str, ...] = option(
+        (), "With --role decode: HOST:PORT[,HOST:PORT] of the prefill servers; repeatable."
+    )
     min_prefill_tokens: int = option(
         256,
-        "With --prefill-replicas: a replica that generates computes prompts with fewer uncached tokens "
-        "itself.",
+        "With --prefill-replicas or --role decode: an engine that generates computes prompts with fewer "
+        "uncached tokens itself.",
     )
     kv_transfer_gb: float = option(
         1.0,
-        "GiB of memory of each replica of --prefill-replicas for the KV blocks that it hands over; they "
-        "stay until newer ones take their place.",
+        "GiB of memory of each engine of --prefill-replicas or --role prefill for the KV blocks that it "
+        "hands over; they stay until newer ones take their place.",
+    )
+    kv_transfer_timeout: float = option(
+        10.0,
+        "With --role decode: seconds for the KV blocks of one prompt; those that have not arrived are "
+        "computed here.",
     )
     enable_expert_parallel: bool = option(
         False,
@@ -82,7 +108,7 @@ class ParallelConfig:
     cluster_secret_file: str | None = option(
         None,
         "File with a secret that all machines share, at least 16 characters; needed unless "
-        "--master-addr is a loopback address.",
+        "--master-addr, --prefill-listen or --prefill-servers are loopback addresses.",
     )
     cluster_secret: str | None = option(
         None,
@@ -105,8 +131,12 @@ class ParallelConfig:
                 "--prefill-replicas works with replicas of one device, and --tensor-parallel-size times "
                 f"--pipeline-parallel-size is {self.num_ranks}."
             )
-        if not 0.0 < self.kv_transfer_gb < math.inf:
-            raise ConfigError(f"--kv-transfer-gb must be above 0, got {self.kv_transfer_gb:g}.")
+        for name in ("kv_transfer_gb", "kv_transfer_timeout"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{flag(name)} must be above 0 and finite, got {getattr(self, name):g}."
+                )
+        self._check_role()
         if self.node_rank >= self.nnodes:
             raise ConfigError(
                 f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}: machines are "
@@ -134,12 +164,57 @@ class ParallelConfig:
             )
         self._check_nodes()
 
+    def _check_role(self) -> None:
+        role = f"--role {self.role}"
+        for name, needed in (("prefill_listen", "prefill"), ("prefill_servers", "decode")):
+            if self._is_set(name) and self.role != needed:
+                raise ConfigError(f"{flag(name)} does nothing without --role {needed}.")
+        if self._is_set("kv_transfer_timeout") and self.role != "decode":
+            raise ConfigError("--kv-transfer-timeout does nothing without --role decode.")
+        if self.role == "both":
+            return
+        if self.num_ranks > 1:
+            raise ConfigError(
+                f"{role} works with engines of one device, and --tensor-parallel-size times "
+                f"--pipeline-parallel-size is {self.num_ranks}."
+            )
+        if self.prefill_replicas:
+            raise ConfigError(
+                f"{role} and --prefill-replicas are two ways to compute prompts elsewhere. Use one."
+            )
+        if self.role == "prefill":
+            split_address("--prefill-listen", self.prefill_listen)
+            if self.data_parallel_size > 1:
+                raise ConfigError(
+                    f"--role prefill has one engine, and --data-parallel-size is "
+                    f"{self.data_parallel_size}. Start a prefill server for each device."
+                )
+        elif not self.prefill_addresses:
+            raise ConfigError("--role decode needs --prefill-servers HOST:PORT.")
+        for address in self.prefill_addresses:
+            split_address("--prefill-servers", address)
+        if len({*self.prefill_addresses}) < len(self.prefill_addresses):
+            raise ConfigError(
+                f"--prefill-servers names a server twice: {', '.join(self.prefill_addresses)}."
+            )
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
     def _check_nodes(self) -> None:
-        names = ("node_rank", "master_addr", "master_port", "node_timeout")
-        for name in (*names, "cluster_secret", "cluster_secret_file"):
-            default = type(self).__dataclass_fields__[name].default
-            if self.nnodes == 1 and getattr(self, name) != default:
+        for name in ("node_rank", "master_addr", "master_port", "node_timeout"):
+            if self.nnodes == 1 and self._is_set(name):
                 raise ConfigError(f"{flag(name)} does nothing without --nnodes.")
+        for name in ("cluster_secret", "cluster_secret_file"):
+            if self.nnodes == 1 and self.role == "both" and self._is_set(name):
+                raise ConfigError(
+                    f"{flag(name)} does nothing without --nnodes, --role prefill or --role decode."
+                )
+        if self.cluster_secret is not None and self.cluster_secret_file is not None:
+            raise ConfigError(
+                "--cluster-secret (or $WINDLASS_CLUSTER_SECRET) and --cluster-secret-file are both "
+                "given. Use one."
+            )
         if self.nnodes == 1:
             return
         if self.data_parallel_size > 1:
@@ -151,11 +226,6 @@ class ParallelConfig:
             raise ConfigError(f"--master-port must be at most 65535, got {self.master_port}.")
         if not 0.0 < self.node_timeout < math.inf:
             raise ConfigError(f"--node-timeout must be above 0, got {self.node_timeout:g}.")
-        if self.cluster_secret is not None and self.cluster_secret_file is not None:
-            raise ConfigError(
-                "--cluster-secret (or $WINDLASS_CLUSTER_SECRET) and --cluster-secret-file are both "
-                "given. Use one."
-            )
         tp, own = self.tensor_parallel_size, self.ranks_per_node
         if tp % own and own % tp:
             raise ConfigError(
@@ -193,10 +263,21 @@ class ParallelConfig:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """What each replica computes; those for prompts are the first."""
+        """What each replica computes, those for prompts first, and then the prefill servers."""
         prefill: list[Role] = ["prefill"] * self.prefill_replicas
-        rest: list[Role] = ["decode" if prefill else "both"]
-        return (*prefill, *rest * (self.data_parallel_size - len(prefill)))
+        servers: list[Role] = ["prefill"] * len(self.prefill_addresses)
+        rest: list[Role] = ["decode" if prefill or servers else "both"]
+        return (*prefill, *rest * (self.data_parallel_size - len(prefill)), *servers)
+
+    @property
+    def prefill_addresses(self) -> list[str]:
+        """HOST:PORT of each of --prefill-servers."""
+        return [each for text in self.prefill_servers for each in text.split(",") if each]
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether engines hand KV blocks to others, or take them."""
+        return self.prefill_replicas > 0 or self.role != "both"
 
     @property
     def transfer_bytes(self) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.build import (
+    RemotePeers,
     SharedRings,
     Source,
     build_for_process,
@@ -25,12 +26,14 @@ from windlass.models.file_digest import file_digest
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
 from windlass.parallel.segment import Segment
+from windlass.parallel_config import ParallelConfig, split_address
 from windlass.version import __version__
 
 if TYPE_CHECKING:
     from windlass.serve.client import EngineClient
     from windlass.serve.fallback import FallbackStep
     from windlass.serve.loop import Build
+    from windlass.serve.prefill_listener import PrefillListener
 
 _TRANSFER_ROWS_GB = 0.25
 
@@ -42,13 +45,20 @@ def make_client(
     from windlass.serve.client import EngineClient
     from windlass.serve.handover import SplitPolicy
 
-    parallel, split = config.parallel, None
-    if parallel.prefill_replicas:
-        if not config.cache.prefix_caching:
-            raise ConfigError(
-                "--prefill-replicas hands cached KV blocks over. Leave out --no-prefix-caching."
-            )
+    parallel, split, secret = config.parallel, None, b""
+    if parallel.hands_over and not config.cache.prefix_caching:
+        raise ConfigError(
+            "--prefill-replicas and --role hand cached KV blocks over. Leave out --no-prefix-caching."
+        )
+    if parallel.role != "both" and config.lora.enable_lora:
+        raise ConfigError(
+            f"--role {parallel.role} does not know whether two hosts have the same adapters. Leave out "
+            "--enable-lora, or use --prefill-replicas."
+        )
+    if "prefill" in parallel.roles:
         split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
+    if parallel.prefill_addresses:
+        secret = _prefill_secret(parallel)
     return EngineClient(
         None,
         hang_timeout,
@@ -56,17 +66,46 @@ def make_client(
         num_replicas=parallel.data_parallel_size,
         retry_on_restart=retry_on_restart,
         split=split,
+        prefill_servers=parallel.prefill_addresses,
+        secret=secret,
     )
 
 
+def _prefill_secret(parallel: ParallelConfig) -> bytes:
+    """The secret that prefill and decode servers share; raises where they need one."""
+    from windlass.handshake import read_secret
+
+    if parallel.role == "prefill":
+        name, addresses = "--prefill-listen", [parallel.prefill_listen]
+    else:
+        name, addresses = "--prefill-servers", parallel.prefill_addresses
+    return read_secret(parallel, name, *(split_address(name, each)[0] for each in addresses))
+
+
+def open_prefill_port(parallel: ParallelConfig) -> tuple[PrefillListener, Segment]:
+    """Bind the port of --role prefill; returns the memory that its engine writes, too."""
+    from windlass.serve.prefill_listener import PrefillListener, listen
+
+    ring, secret = Segment(parallel.transfer_bytes), _prefill_secret(parallel)
+    return PrefillListener(listen(parallel.prefill_listen), ring.map, secret), ring
+
+
 def build_replicas(
-    config: EngineConfig, source: Source, cpus: CpuSlot | None = None
+    config: EngineConfig,
+    source: Source,
+    cpus: CpuSlot | None = None,
+    ring: Segment | None = None,
 ) -> list[Build]:
     """The build function of each replica. With several machines, opens the port where they join.
 
     `cpus`: of replica 0 among all engine processes of the machine; None: there is no other engine.
+    `ring`: memory for the KV blocks that --role prefill hands over.
     """
     parallel, master = config.parallel, None
+    if parallel.role == "prefill" and ring is None:
+        raise ConfigError(
+            "role is prefill: only `windlass serve` computes prompts for other servers."
+        )
     if parallel.node_rank > 0:
         raise ConfigError(
             f"node_rank is {parallel.node_rank}: only node 0 has an engine. Start the other machines with "
@@ -77,13 +116,15 @@ def build_replicas(
 
         master = listen(parallel, _facts(config, source))
     builds: list[Build] = []
-    if parallel.prefill_replicas and not config.cache.has_tiers:
+    if parallel.hands_over and not config.cache.has_tiers:
         # Blocks pass through host memory on their way to another engine.
         config = replace(config, cache=replace(config.cache, kv_offload_gb=_TRANSFER_ROWS_GB))
     rings = {index: Segment(parallel.transfer_bytes) for index in range(parallel.prefill_replicas)}
     for replica in range(parallel.data_parallel_size):
-        shared = None
-        if rings:
+        shared: SharedRings | RemotePeers | None = None
+        if parallel.role != "both":
+            shared = RemotePeers(ring, _prefill_secret(parallel))
+        elif rings:
             seen = {replica: rings[replica]} if replica in rings else rings
             shared = SharedRings(replica, seen)
         builds.append(partial(build_for_process, config, source, replica, master, shared, cpus))
@@ -163,8 +204,11 @@ def serve(
         _check_fallbacks(config, fallbacks)
     if serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
+    prefill, ring = None, None
+    if config.parallel.role == "prefill":
+        prefill, ring = open_prefill_port(config.parallel)
     slots = iter(cpu_slots([config, *(other for _, other in fallbacks if other is not None)]))
-    client, open_card = _served(config, files, serve_config, next(slots))
+    client, open_card = _served(config, files, serve_config, next(slots), ring)
     started = StartConfig(engine=config, sources=sources or {})
     parts = []
     for step, other in fallbacks:
@@ -173,7 +217,15 @@ def serve(
         else:
             served = _served(other, resolve(other.model), serve_config, next(slots))
             parts.append(FallbackParts(step, *served))
-    return run_server(client, open_card, serve_config, on_ready, started=started, fallbacks=parts)
+    return run_server(
+        client,
+        open_card,
+        serve_config,
+        on_ready,
+        started=started,
+        fallbacks=parts,
+        prefill=prefill,
+    )
 
 
 def cpu_slots(engines: Sequence[EngineConfig]) -> list[CpuSlot]:
@@ -183,14 +235,18 @@ def cpu_slots(engines: Sequence[EngineConfig]) -> list[CpuSlot]:
 
 
 def _served(
-    config: EngineConfig, files: ModelFiles, serve_config: ServeConfig, cpus: CpuSlot
+    config: EngineConfig,
+    files: ModelFiles,
+    serve_config: ServeConfig,
+    cpus: CpuSlot,
+    ring: Segment | None = None,
 ) -> tuple[EngineClient, Callable[[], ModelCard]]:
     """The client of a model's engine, and the function that opens the model and builds the engine."""
     client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
 
     def open_card() -> ModelCard:
         opened = open_files(files, config)
-        client.build_with(*build_replicas(config, opened.source, cpus))
+        client.build_with(*build_replicas(config, opened.source, cpus, ring))
         return opened.card
 
     return client, open_card

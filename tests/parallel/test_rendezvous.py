@@ -14,20 +14,16 @@ import pytest
 
 from windlass.config import ParallelConfig
 from windlass.errors import ConfigError, EngineError
+from windlass.handshake import Hello, Identity, Welcome, receive_frame, send_frame
 from windlass.parallel import rendezvous
 from windlass.parallel.rendezvous import (
-    Hello,
-    Identity,
     Join,
     MasterGone,
     Nodes,
     Start,
-    Welcome,
     identify,
     join_master,
     listen,
-    receive_frame,
-    send_frame,
 )
 
 FACTS = {"the Windlass version": "1.0", "--max-num-seqs": "8"}

@@ -15,7 +15,7 @@ from tests.serve.tiny_model import write_tiny_model
 from tests.system.server import Server, serving
 from windlass.cli.secrets import with_environment_keys
 from windlass.config import ModelConfig, ParallelConfig, ServeConfig
-from windlass.parallel.rendezvous import Identity
+from windlass.handshake import Identity
 
 MARK = "s3cr3t-mark"  # in every secret, and in nothing else
 CLIENT, ADMIN = f"{MARK}-client-flag", f"{MARK}-admin-flag"

@@ -27,6 +27,7 @@ from windlass.serve.launch import FallbackParts, ServerParts, serve_until
 from windlass.serve.listener import bind
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.loop import Build
+from windlass.serve.prefill_listener import PrefillListener
 
 # Every client would read all root certificates, which takes longer than most requests of a test.
 for _client in ("httpx", "httpx2"):
@@ -84,6 +85,9 @@ def running(
     num_replicas: int = 1,
     builds: Sequence[Build] = (),
     split: SplitPolicy | None = None,
+    prefill_servers: Sequence[str] = (),
+    secret: bytes = b"",
+    prefill: PrefillListener | None = None,
     engine: EngineConfig | None = None,
     sources: dict[str, str] | None = None,
     fallbacks: Sequence[FallbackParts] = (),
@@ -93,7 +97,8 @@ def running(
 
     `verify` False: the client accepts any certificate. `send_buffer`: size of the kernel's send
     buffer. `engine` and `sources`: see `StartConfig`. `fallbacks`: the steps of --fallback. `builds`: of
-    each replica, instead of `build`.
+    each replica, instead of `build`. `prefill_servers` and `secret`: of --role decode; `prefill`: of --role
+    prefill.
     """
     config = ServeConfig(port=0, **options)  # type: ignore[arg-type]
     listener = bind(config)
@@ -106,6 +111,8 @@ def running(
         num_replicas=len(builds) or num_replicas,
         retry_on_restart=config.retry_on_restart,
         split=split,
+        prefill_servers=prefill_servers,
+        secret=secret,
     )
     if builds:
         client.build_with(*builds)
@@ -124,6 +131,7 @@ def running(
             listener=listener,
             on_ready=lambda _report, url: ready.append(url),
             fallbacks=fallbacks,
+            prefill=prefill,
         )
         return await serve_until(stop, parts)
 

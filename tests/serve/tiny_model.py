@@ -60,6 +60,25 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def write_tiny_adapter(folder: Path) -> Path:
+    """Write a LoRA adapter of that model which changes its tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(2):
+        for target, width in (("q_proj", 64), ("v_proj", 32)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, 64, generator=random)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, 4, generator=random)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 @contextmanager
 def serving(
     folder: Path, *, serve: dict[str, Any] | None = None, **options: Any
@@ -71,9 +90,15 @@ def serving(
     builds = build_replicas(config, opened.source)
     parallel = config.parallel
     split = None
-    if parallel.prefill_replicas:
+    if "prefill" in parallel.roles:
         split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
     with running(
-        builds=builds, card=opened.card, engine=config, split=split, **(serve or {})
+        builds=builds,
+        card=opened.card,
+        engine=config,
+        split=split,
+        prefill_servers=parallel.prefill_addresses,
+        secret=(parallel.cluster_secret or "").encode(),
+        **(serve or {}),
     ) as server:
         yield server

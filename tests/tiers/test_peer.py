@@ -13,14 +13,25 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from multiprocessing.connection import Connection
+from typing import Any
 
+import msgspec
 import pytest
 
 from windlass.core.handover import HandedBlocks, PeerRecord
 from windlass.errors import ConfigError
+from windlass.handshake import Hello, Identity, Welcome, receive_frame, send_frame
 from windlass.parallel.segment import Segment
+from windlass.tiers.fingerprint import RECORD_BYTES, digest_of
 from windlass.tiers.peer import LocalSource, PeerExport, PeerStore, RecordRing
-from windlass.tiers.peer_link import RecordServer, RemoteSource
+from windlass.tiers.peer_link import (
+    Join,
+    LinkKind,
+    LinkRefused,
+    PeerPort,
+    RemoteSource,
+    join_port,
+)
 
 SIZE = 5000
 PRINT = b"f" * 16
@@ -152,39 +163,58 @@ def test_a_writer_that_is_killed_leaves_no_wrong_record() -> None:
 
 # ---- TCP ---------------------------------------------------------------------------------------
 
+FACTS = {"the Windlass version": "1.0", RECORD_BYTES: str(SIZE), "the KV block size": "16"}
+IDENTITY = Identity(FACTS, SECRET)
+
 
 def listen() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
+class Port:
+    """The port of an engine with a ring of its own."""
+
+    def __init__(self) -> None:
+        memory = bytearray(40 * SIZE)
+        self.export = PeerExport(
+            RecordRing(memory), source="", record_bytes=SIZE, fingerprint=digest_of(FACTS)
+        )
+        self.links: list[socket.socket] = []
+        self.server = PeerPort(
+            RecordRing(memory),
+            listen(),
+            identity=lambda: IDENTITY,
+            on_requests=lambda link, _address: self.links.append(link),
+        )
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def close(self) -> None:
+        self.server.close()
+
+
 @pytest.fixture
-def served() -> Iterator[tuple[PeerExport, RecordServer]]:
-    memory = bytearray(40 * SIZE)
-    export = exported(memory)
-    server = RecordServer(
-        RecordRing(memory), listen(), secret=SECRET, fingerprint=PRINT, record_bytes=SIZE
-    )
-    yield export, server
-    server.close()
+def port() -> Iterator[Port]:
+    made = Port()
+    yield made
+    made.close()
 
 
 def remote(
-    port: int, secret: bytes = SECRET, fingerprint: bytes = PRINT, timeout_s: float = 5.0
+    address: str, identity: Identity = IDENTITY, stalled_s: float = 5.0, **options: Any
 ) -> PeerStore:
-    def connect(address: str) -> RemoteSource:
-        return RemoteSource(address, secret=secret, fingerprint=fingerprint, timeout_s=timeout_s)
+    def connect(name: str) -> RemoteSource:
+        return RemoteSource(name, identity, stalled_s)
 
-    store = PeerStore({}, record_bytes=SIZE, connect=connect)
+    store = PeerStore({}, record_bytes=SIZE, connect=connect, **options)
     records = [PeerRecord(key(number), number + 1) for number in range(30)]
-    store.announce(HandedBlocks(f"127.0.0.1:{port}", records))
+    store.announce(HandedBlocks(address, records))
     return store
 
 
-def test_records_over_tcp(served: tuple[PeerExport, RecordServer]) -> None:
-    export, server = served
+def test_records_over_tcp(port: Port) -> None:
     for number in range(20):
-        export.put(key(number), record(number))
-    store = remote(server.port)
+        port.export.put(key(number), record(number))
+    store = remote(port.address)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda number: fetched(store, number), range(20)))
     assert found == [record(number) for number in range(20)]
@@ -194,18 +224,102 @@ def test_records_over_tcp(served: tuple[PeerExport, RecordServer]) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("kind", ["records", "requests"])
 @pytest.mark.parametrize(
-    ("secret", "fingerprint"), [(b"a wrong secret", PRINT), (SECRET, b"other weights of")]
+    ("identity", "reason"),
+    [
+        (
+            Identity(FACTS, b"a wrong secret"),
+            "its cluster secret is not that of the prefill server",
+        ),
+        (
+            Identity({**FACTS, "the KV block size": "32"}, SECRET),
+            "the KV block size is 32 on the decode server, and 16 on the prefill server",
+        ),
+        (Identity({}, SECRET), "the Windlass version is unknown on the decode server"),
+    ],
 )
-def test_strangers_get_nothing(
-    served: tuple[PeerExport, RecordServer], secret: bytes, fingerprint: bytes
-) -> None:
-    export, server = served
-    export.put(key(0), record(0))
-    store = remote(server.port, secret, fingerprint)
+def test_strangers_get_nothing(port: Port, kind: LinkKind, identity: Identity, reason: str) -> None:
+    with pytest.raises(
+        LinkRefused, match=f"the prefill server at .* refuses this server: {reason}"
+    ):
+        join_port(port.address, identity, kind)
+    assert not port.links
+    port.export.put(key(0), record(0))
+    store = remote(port.address, identity)
     assert fetched(store, 0) is None
-    assert server.num_refused == 1
     assert not store.contains(key(1))  # no record of that engine is tried again
+
+
+def test_a_port_that_does_not_know_the_secret_is_refused() -> None:
+    """It says Welcome to everybody."""
+    listener = listen()
+
+    def welcome() -> None:
+        link, _ = listener.accept()
+        send_frame(link, Hello("windlass-kv-1", b"nonce"))
+        receive_frame(link, Join)
+        send_frame(link, Welcome(b"proof"))
+
+    threading.Thread(target=welcome, daemon=True).start()
+    with pytest.raises(LinkRefused, match="does not know the cluster secret"):
+        join_port(f"127.0.0.1:{listener.getsockname()[1]}", IDENTITY, "requests")
+    listener.close()
+
+
+def test_a_link_for_requests_is_given_away(port: Port) -> None:
+    with join_port(port.address, IDENTITY, "requests") as link:
+        while not port.links:
+            threading.Event().wait(0.01)
+        port.links[0].sendall(b"hello")
+        assert link.recv(5) == b"hello"
+    port.links[0].close()
+
+
+def test_a_prompt_has_a_limit_of_time_from_its_first_record() -> None:
+    now = [100.0]
+    memory = bytearray(20 * SIZE)
+    export = exported(memory)
+    for number in range(4):
+        export.put(key(number), record(number))
+    store = PeerStore(
+        {"0": LocalSource(RecordRing(memory), PRINT)},
+        record_bytes=SIZE,
+        limit_s=10.0,
+        clock=lambda: now[0],
+    )
+    store.announce(export.hand_over([key(0), key(1)]))
+    now[0] = 200.0  # in the queue
+    assert fetched(store, 0) == record(0)
+    store.announce(export.hand_over([key(2), key(3)]))
+    now[0] = 211.0
+    assert fetched(store, 1) is None
+    assert fetched(store, 2) == record(2)
+
+
+def test_a_stalled_record_ends_the_transfer() -> None:
+    """The engine answers the handshake, and then nothing."""
+    listener = listen()
+
+    def stall() -> None:
+        link, _ = listener.accept()
+        hello = Hello("windlass-kv-1", b"nonce")
+        send_frame(link, hello)
+        join = receive_frame(link, Join)
+        assert join is not None
+        send_frame(link, Welcome(IDENTITY.proof("prefill", hello, join.nonce)))
+        threading.Event().wait()
+
+    threading.Thread(target=stall, daemon=True).start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    store = remote(address, limit_s=0.2)  # of the prompt: other prompts of that engine stay
+    assert fetched(store, 0) is None
+    assert store.contains(key(1))
+    assert fetched(store, 1) is None
+    store = remote(address, stalled_s=0.2)
+    assert fetched(store, 0) is None
+    assert not store.contains(key(1))
+    listener.close()
 
 
 def lie(listener: socket.socket, say: bytes | None) -> None:
@@ -227,7 +341,7 @@ def lie(listener: socket.socket, say: bytes | None) -> None:
 def test_what_is_no_engine_is_a_miss(say: bytes | None) -> None:
     listener = listen()
     threading.Thread(target=lie, args=(listener, say), daemon=True).start()
-    store = remote(listener.getsockname()[1], timeout_s=0.2)
+    store = remote(f"127.0.0.1:{listener.getsockname()[1]}", stalled_s=0.2)
     assert fetched(store, 0) is None
     assert not any(store.contains(key(number)) for number in range(30))
     listener.close()
@@ -237,7 +351,7 @@ def test_a_closed_port_is_a_miss() -> None:
     listener = listen()
     port = listener.getsockname()[1]
     listener.close()
-    assert fetched(remote(port), 0) is None
+    assert fetched(remote(f"127.0.0.1:{port}"), 0) is None
 
 
 class _Relay:
@@ -277,15 +391,20 @@ class _Relay:
         target.close()
 
 
-GREETING = 14 + 16 + 32  # bytes of the server before its first reply
+# Bytes of the port before its first reply: the frames of Hello and Welcome.
+GREETING = sum(
+    4 + len(msgspec.msgpack.encode(each))
+    for each in (Hello("windlass-kv-1", bytes(32)), Welcome(bytes(32)))
+)
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        {"flip_at": 3},
-        {"flip_at": 20},
-        {"flip_at": 40},
+        {"flip_at": 0},
+        {"flip_at": 12},
+        {"flip_at": 60},
+        {"flip_at": GREETING - 3},
         {"flip_at": GREETING + 2},
         {"flip_at": GREETING + 1000},
         {"cut_at": GREETING + 3},
@@ -294,31 +413,23 @@ GREETING = 14 + 16 + 32  # bytes of the server before its first reply
     ],
     ids=str,
 )
-def test_a_damaged_or_cut_stream_is_a_miss(
-    served: tuple[PeerExport, RecordServer], fault: dict[str, int]
-) -> None:
-    export, server = served
-    export.put(key(0), record(0))
-    relay = _Relay(server.port, **fault)
-    store = remote(relay.listener.getsockname()[1], timeout_s=1.0)
+def test_a_damaged_or_cut_stream_is_a_miss(port: Port, fault: dict[str, int]) -> None:
+    port.export.put(key(0), record(0))
+    relay = _Relay(port.server.port, **fault)
+    store = remote(f"127.0.0.1:{relay.listener.getsockname()[1]}", stalled_s=1.0)
     assert fetched(store, 0) is None
     relay.listener.close()
 
 
 def serve_until_killed(pipe: Connection) -> None:
-    memory = bytearray(40 * SIZE)
-    export = exported(memory)
-    listener = listen()
-    server = RecordServer(
-        RecordRing(memory), listener, secret=SECRET, fingerprint=PRINT, record_bytes=SIZE
-    )
+    port = Port()
     for number in range(20):
-        export.put(key(number), record(number))
-    pipe.send(server.port)
+        port.export.put(key(number), record(number))
+    pipe.send(port.address)
     pipe.recv()
 
 
-def test_a_killed_server_is_a_miss_and_a_new_one_is_found() -> None:
+def test_a_killed_server_is_a_miss() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_until_killed, args=(theirs,))
@@ -330,3 +441,14 @@ def test_a_killed_server_is_a_miss_and_a_new_one_is_found() -> None:
     assert fetched(store, 1) is None
     assert not store.contains(key(2))
     assert store.stats().corrupt == 0
+
+
+def test_links_of_a_server_that_was_started_again_are_opened_anew(port: Port) -> None:
+    """The first record after its start is no miss."""
+    port.export.put(key(0), record(0))
+    port.export.put(key(1), record(1))
+    store = remote(port.address)
+    assert fetched(store, 0) == record(0)
+    for link in list(port.server._links):
+        link.shutdown(socket.SHUT_RDWR)
+    assert fetched(store, 1) == record(1)

@@ -212,7 +212,9 @@ _TEXT_ONLY = "models have text inputs only."
 _LOGGED = "--log-level sets the level of a server's log, and --enable-log-requests adds a line per request."
 _ONE_GPU = "choose GPUs with CUDA_VISIBLE_DEVICES."
 _WHOLE = "the whole model is on one kind of device; --device cpu uses no GPU."
-_DISAGGREGATED = "prefill and decode run in one engine; KV blocks are not sent to other servers."
+_DISAGGREGATED = (
+    "use --role prefill, and --role decode with --prefill-servers; see docs/disaggregation.md."
+)
 _HOST_KV = "give the size of host memory for KV blocks with --kv-offload-gb."
 _METRICS = "GET /metrics is always on, with these metrics."
 _RECOMPUTE = "preempted requests are recomputed, not swapped."

@@ -34,7 +34,7 @@ from windlass.serve.adapter_registry import AdapterRegistry, Change
 from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox, InboxReader
-from windlass.serve.messages import Configure
+from windlass.serve.messages import Configure, HandedOver
 from windlass.serve.quarantine import Suspects
 
 _log = logging.getLogger("windlass.cluster")
@@ -116,6 +116,7 @@ class FleetClient(InboxReader):
         self.on_traces: Callable[[int, list[RequestTrace]], None] | None = None
         self.on_cache_empty: Callable[[int], None] | None = None  # not called: no prefix is pinned
         self.on_traces_lost: Callable[[Collection[str]], None] | None = None
+        self.on_handed: Callable[[HandedOver], None] | None = None  # not called: none hands over
 
     # ---- replicas ----------------------------------------------------------------------------
 

@@ -87,6 +87,8 @@ class EngineReport:
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
     adapters: dict[str, str] = field(default_factory=dict)  # folder of each adapter by name
     prefix_caching: bool = True
+    # What must be alike where KV blocks are exchanged with other hosts; empty: they are not.
+    kv_facts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

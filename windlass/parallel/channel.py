@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from windlass.parallel.segment import Segment
+from windlass.sockets import receive_exactly
 
 _LENGTH = struct.Struct("<I")
 _CONSUMED = struct.Struct("<Q")
@@ -147,17 +148,3 @@ class Receiver:
         self._position += count
         self._ring.set_consumed(self._reader, self._position)
         return found
-
-
-def receive_exactly(link: socket.socket, count: int) -> bytes | None:
-    """So many bytes of a link; None: its other end is closed."""
-    found = b""
-    while len(found) < count:
-        try:
-            more = link.recv(count - len(found))
-        except OSError:  # reset, or no answer within the socket's time limit
-            return None
-        if not more:
-            return None
-        found += more
-    return found

@@ -33,6 +33,7 @@ from windlass import errors
 from windlass.child_process import start_child
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
+from windlass.handshake import send_frame
 from windlass.machine.posix import need_posix
 from windlass.parallel.channel import Sender, make_ring
 from windlass.parallel.place import Place, StoreFile, StoreServer
@@ -45,7 +46,7 @@ from windlass.parallel.rank_process import (
     rank_main,
     read_report,
 )
-from windlass.parallel.rendezvous import Master, Nodes, Start, send_frame
+from windlass.parallel.rendezvous import Master, Nodes, Start
 from windlass.parallel.segment import Exchange
 
 _log = logging.getLogger("windlass.parallel")

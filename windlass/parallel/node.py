@@ -16,18 +16,12 @@ from dataclasses import dataclass
 
 from windlass.config import ParallelConfig
 from windlass.errors import EngineError, WorkerDied
+from windlass.handshake import Identity, receive_frame
 from windlass.parallel.channel import Receiver
 from windlass.parallel.launch import RankProcesses
 from windlass.parallel.place import Place, StoreServer
 from windlass.parallel.rank_process import BUILT, BuildRank, Failed, Reply, Reports
-from windlass.parallel.rendezvous import (
-    Identity,
-    MasterGone,
-    Start,
-    identify,
-    join_master,
-    receive_frame,
-)
+from windlass.parallel.rendezvous import MasterGone, Start, identify, join_master
 
 _log = logging.getLogger("windlass.parallel")
 

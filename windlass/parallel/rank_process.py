@@ -20,9 +20,10 @@ import msgspec
 
 from windlass.child_process import die_with_parent, ignore_signals
 from windlass.errors import EngineError
-from windlass.parallel.channel import Receiver, receive_exactly
+from windlass.parallel.channel import Receiver
 from windlass.parallel.place import Place
 from windlass.parallel.segment import Exchange, Segment
+from windlass.sockets import receive_exactly
 
 _log = logging.getLogger("windlass.parallel")
 

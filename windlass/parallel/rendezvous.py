@@ -1,16 +1,13 @@
 """How the machines of a replica find and trust each other before plans are sent.
 
 Node 0 listens; every other node connects to it, once per start of the engine. Both prove that they
-know the cluster's secret (HMAC over nonces of both), so neither takes commands or replies from a
-stranger. Messages are msgpack: nothing from the network is unpickled. Then node 0 compares what must be
-alike: versions, model, options.
+know the cluster's secret, and node 0 compares what must be alike (handshake.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import hmac
 import ipaddress
 import logging
@@ -18,40 +15,36 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass
 
 import msgspec
 
 from windlass.config import ParallelConfig
 from windlass.errors import ConfigError, EngineError
+from windlass.handshake import (
+    HANDSHAKE_S,
+    Hello,
+    Identity,
+    Refused,
+    Welcome,
+    difference,
+    read_secret,
+    receive_frame,
+    send_frame,
+)
 from windlass.machine.posix import need_posix
-from windlass.parallel.channel import receive_exactly
+from windlass.sockets import SILENT_S, keep_alive, limit_reads
 
 _log = logging.getLogger("windlass.parallel")
 
-_HANDSHAKE_S = 5.0
 _PROGRESS_S = 10.0
 _RETRY_S = 0.25
-_SILENT_S = 3  # without an acknowledgement, the other machine is lost
-_MAX_FRAME_BYTES = 2**18  # before a node is trusted
 _MAX_HANDSHAKES = 8
-_MIN_SECRET = 16
-_LENGTH = struct.Struct("<I")
 _PROTOCOL = "windlass-nodes-1"
 _NOT_READY = "its engine is not ready"
-
-
-class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Node 0 to a node that has connected."""
-
-    protocol: str
-    nonce: bytes
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
@@ -63,72 +56,15 @@ class Join(msgspec.Struct, tag="join", frozen=True):
     proof: bytes
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """Node 0 does not take the node. `taken`: since another one has its rank."""
-
-    reason: str
-    taken: bool = False
-
-
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Node 0 takes the node, and proves that it knows the secret."""
-
-    proof: bytes
-
-
 class Start(msgspec.Struct, tag="start", frozen=True):
     """All nodes are there. `store_port`: of the server where the ranks find each other."""
 
     store_port: int
 
 
-T = TypeVar("T", bound=Hello | Join | Refused | Welcome | Start)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What this machine shows to the others, and the secret that they share."""
-
-    facts: Mapping[str, str]  # by names for messages: "--max-num-seqs", "the Windlass version"
-    secret: bytes = field(repr=False)
-
-    def proof(self, role: str, hello: Hello, *, nonce: bytes, node_rank: int) -> bytes:
-        facts = msgspec.msgpack.encode(sorted(self.facts.items()))
-        parts = (_PROTOCOL, role, str(node_rank))
-        text = b"\0".join([*(part.encode() for part in parts), hello.nonce, nonce, facts])
-        return hmac.digest(self.secret, text, hashlib.sha256)
-
-
 def identify(parallel: ParallelConfig, facts: Mapping[str, str]) -> Identity:
     """This machine's identity; raises if the network could reach it without a secret."""
-    secret = parallel.cluster_secret
-    source = "--cluster-secret"
-    if parallel.cluster_secret_file is not None:
-        source = f"--cluster-secret-file {parallel.cluster_secret_file}"
-        try:
-            secret = Path(parallel.cluster_secret_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}.") from error
-    if secret is not None and len(secret) < _MIN_SECRET:
-        raise ConfigError(
-            f"{source} has {len(secret)} characters, and at least {_MIN_SECRET} are needed. Make one "
-            "with: openssl rand -hex 32"
-        )
-    if secret is None and not _is_loopback(parallel.master_addr):
-        raise ConfigError(
-            f"--master-addr {parallel.master_addr} can be reached from other machines, and only a shared "
-            "secret keeps strangers from sending commands to the ranks. Make one with `openssl rand -hex "
-            "32 > cluster.secret`, copy the file to all machines, and add --cluster-secret-file "
-            "cluster.secret (or set $WINDLASS_CLUSTER_SECRET)."
-        )
-    return Identity(facts, (secret or "").encode())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may stand for another address later
-        return host == "localhost"
+    return Identity(facts, read_secret(parallel, "--master-addr", parallel.master_addr))
 
 
 class _Wait:
@@ -146,44 +82,6 @@ class _Wait:
             self._shown = now
             _log.info("waiting for %s for %.0f s: %s", self._what, now - self._began, problem)
         return now - self._began <= self._limit_s
-
-
-# ---- frames ------------------------------------------------------------------------------------
-
-
-def send_frame(link: socket.socket, message: msgspec.Struct) -> None:
-    frame = msgspec.msgpack.encode(message)
-    link.sendall(_LENGTH.pack(len(frame)) + frame)
-
-
-def receive_frame(link: socket.socket, kinds: type[T]) -> T | None:
-    """The next message of one of these kinds; None: the link is closed, or no answer came in time."""
-    header = receive_exactly(link, _LENGTH.size)
-    if header is None:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    if length > _MAX_FRAME_BYTES:
-        raise msgspec.DecodeError(f"a message of {length} bytes")
-    frame = receive_exactly(link, length)
-    return None if frame is None else msgspec.msgpack.decode(frame, type=kinds)
-
-
-def keep_alive(link: socket.socket) -> None:
-    """Close the link soon after the other machine is gone without a word, and send without delay."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_S)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S)
-
-
-def limit_reads(link: socket.socket, seconds: float) -> None:
-    """Let reads of a blocking socket end without a result after this time; 0: never."""
-    whole = int(seconds)
-    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 # ---- node 0 ------------------------------------------------------------------------------------
@@ -273,7 +171,7 @@ class Nodes:
     def _greet(self, link: socket.socket, address: str) -> None:
         try:
             keep_alive(link)
-            limit_reads(link, _HANDSHAKE_S)
+            limit_reads(link, HANDSHAKE_S)
             hello = Hello(_PROTOCOL, secrets.token_bytes(32))
             send_frame(link, hello)
             join = receive_frame(link, Join)
@@ -296,15 +194,18 @@ class Nodes:
     def _take(self, join: Join, hello: Hello, link: socket.socket, address: str) -> Refused | None:
         """Take a node, or return the reason why not."""
         own, rank, nonce = self._identity, join.node_rank, join.nonce
-        sent = Identity(join.facts, own.secret).proof("node", hello, nonce=nonce, node_rank=rank)
+        sent = Identity(join.facts, own.secret).proof(f"node {rank}", hello, nonce)
         if not hmac.compare_digest(sent, join.proof):
             return Refused(
                 "its cluster secret is not that of node 0. Give all machines the same "
                 "--cluster-secret-file."
             )
-        reason = _difference(own.facts, join.facts, rank)
-        if reason:
-            return Refused(reason)
+        differs = difference(own.facts, join.facts, here="on node 0", there=f"on node {rank}")
+        if differs is not None:
+            same = (
+                "All machines need the same: start them with the same version, files and options."
+            )
+            return Refused(f"{differs} {same}")
         if not 0 < rank < self._parallel.nnodes:
             return Refused(f"--node-rank {rank} is not between 1 and {self._parallel.nnodes - 1}.")
         with self._lock:
@@ -314,9 +215,9 @@ class Nodes:
                     f"--node-rank {rank} is taken by the machine at {other.address}. Give every "
                 )
                 return Refused(reason + "machine a rank of its own.", taken=True)
-            proof = own.proof("master", hello, nonce=nonce, node_rank=rank)
+            proof = own.proof(f"master of {rank}", hello, nonce)
             send_frame(link, Welcome(proof))
-            limit_reads(link, _SILENT_S)
+            limit_reads(link, SILENT_S)
             self._joined[rank] = JoinedNode(rank, link, address)
         _log.info("node %d has joined from %s", rank, address)
         return None
@@ -351,18 +252,6 @@ class Nodes:
             node.link.close()
 
 
-def _difference(own: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
-    """The first thing that must be alike on all machines and is not."""
-    for name in {**own, **other}:
-        ours, theirs = own.get(name, "unknown"), other.get(name, "unknown")
-        if ours != theirs:
-            return (
-                f"{name} is {theirs} on node {rank}, and {ours} on node 0. All machines need the same: "
-                "start them with the same version, files and options."
-            )
-    return ""
-
-
 # ---- the other nodes ---------------------------------------------------------------------------
 
 
@@ -388,8 +277,7 @@ def join_master(parallel: ParallelConfig, identity: Identity, *, again: bool) ->
                 _log.info("node %d has joined node 0 at %s", parallel.node_rank, where)
                 return link
             if link is not None and not (again and link.taken):
-                reason = "".join(char for char in link.reason if char.isprintable())
-                raise ConfigError(f"node 0 refuses node {parallel.node_rank}: {reason}")
+                raise ConfigError(f"node 0 refuses node {parallel.node_rank}: {link.printable}")
         except ConnectionRefusedError as error:
             if again:
                 raise MasterGone(f"the server of node 0 at {where} has ended") from error
@@ -412,7 +300,7 @@ def _connect(
     need_posix("--nnodes", "select.poll")
     address = (parallel.master_addr, parallel.master_port)
     with contextlib.ExitStack() as undo:
-        link = undo.enter_context(socket.create_connection(address, timeout=_HANDSHAKE_S))
+        link = undo.enter_context(socket.create_connection(address, timeout=HANDSHAKE_S))
         link.settimeout(None)
         keep_alive(link)
         # No engine takes the connection while one is being started, or the server sleeps.
@@ -421,7 +309,7 @@ def _connect(
         while not poll.poll(1000 * _RETRY_S):
             if not wait.goes_on(_NOT_READY) and not again:
                 return None
-        limit_reads(link, _HANDSHAKE_S)
+        limit_reads(link, HANDSHAKE_S)
         try:
             answer = _introduce(link, identity, parallel.node_rank)
         except msgspec.DecodeError as error:
@@ -445,11 +333,11 @@ def _introduce(link: socket.socket, identity: Identity, rank: int) -> Welcome | 
     if hello.protocol != _PROTOCOL:
         raise msgspec.DecodeError(f"it speaks {hello.protocol[:80]!r}, not {_PROTOCOL!r}")
     nonce = secrets.token_bytes(32)
-    proof = identity.proof("node", hello, nonce=nonce, node_rank=rank)
+    proof = identity.proof(f"node {rank}", hello, nonce)
     send_frame(link, Join(rank, dict(identity.facts), nonce, proof))
     answer: Welcome | Refused | None = receive_frame(link, Welcome | Refused)  # type: ignore[arg-type]
     if isinstance(answer, Welcome):
-        expected = identity.proof("master", hello, nonce=nonce, node_rank=rank)
+        expected = identity.proof(f"master of {rank}", hello, nonce)
         if not hmac.compare_digest(expected, answer.proof):
             raise ConfigError(
                 f"the process at --master-addr does not know the cluster secret of node {rank}. Give all "

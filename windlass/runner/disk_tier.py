@@ -39,11 +39,20 @@ def open_disk(
 
 
 def kv_fingerprint(
-    config: EngineConfig, files: ModelFiles, hparams: HParams, *, loaded: Loaded, made: Assembled
+    config: EngineConfig,
+    files: ModelFiles,
+    hparams: HParams,
+    *,
+    loaded: Loaded,
+    made: Assembled,
+    on_many_hosts: bool = False,
 ) -> Fingerprint:
-    """Identify the records of this rank. Reads samples of the weights' files."""
+    """Identify the records of this rank. Reads samples of the weights' files.
+
+    `on_many_hosts`: the times of the files do not count, which differ between copies.
+    """
     # Samples miss a small change of a large file, which changes its modification time.
-    times = [file.stat().st_mtime_ns for file in files.weights]
+    times = [] if on_many_hosts else [file.stat().st_mtime_ns for file in files.weights]
     digest = blake2b(file_digest(files, config.model).encode(), digest_size=16)
     digest.update(repr((times, hparams)).encode())
     parts, layout = loaded.parts, made.kv_format.layout

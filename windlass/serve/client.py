@@ -32,13 +32,15 @@ from windlass.core.handover import HandedBlocks
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
-from windlass.errors import EngineError, RequestError, WorkerDied
+from windlass.errors import EngineError, RequestBlocked, RequestError, WorkerDied
+from windlass.handshake import Identity
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
-from windlass.serve.handover import PREFILL_DIED, Handovers, SplitPolicy
+from windlass.serve.handover import PREFILL_DIED, PREFILL_REFUSED, Handovers, SplitPolicy
 from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.loop import Build, Prepare
+from windlass.serve.prefill_server import PrefillServer
 from windlass.serve.process import refusal_error
 from windlass.serve.quarantine import Quarantine, Suspects, fingerprint
 from windlass.serve.replica import Replica
@@ -46,6 +48,8 @@ from windlass.serve.routing import PrefixRouter
 from windlass.serve.supervisor import EngineLaunch
 
 _log = logging.getLogger("windlass.serve")
+
+_WHILE_RUNNING = "while this request was running"
 
 
 def _no_preparation() -> None:
@@ -58,7 +62,7 @@ class _Flight:
 
     add: messages.Add
     inbox: Inbox
-    replica: Replica | None = None  # None: the quarantine holds it back
+    replica: Replica | PrefillServer | None = None  # None: the quarantine holds it back
     has_output: bool = False
     has_finished: bool = False  # its last output is in the inbox
     was_resent: bool = False
@@ -70,6 +74,7 @@ class EngineClient(InboxReader):
 
     `build` is pickled and called in each engine process; it returns the engine and its report.
     None: `build_with` sets it later, while the processes that `start` started run `prepare`.
+    `prefill_servers`: HOST:PORT of servers on other hosts, whose roles in `split` follow those of the replicas.
     """
 
     def __init__(
@@ -81,11 +86,22 @@ class EngineClient(InboxReader):
         num_replicas: int = 1,
         retry_on_restart: bool = False,
         split: SplitPolicy | None = None,
+        prefill_servers: Sequence[str] = (),
+        secret: bytes = b"",
     ) -> None:
         launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
         self.replicas = [
             Replica(index, launch, self, f"replica {index}: " if num_replicas > 1 else "")
             for index in range(num_replicas)
+        ]
+        self.prefill_servers = [
+            PrefillServer(
+                num_replicas + number,
+                address,
+                self,
+                lambda: Identity(self.report.kv_facts, secret),
+            )
+            for number, address in enumerate(prefill_servers)
         ]
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -104,6 +120,7 @@ class EngineClient(InboxReader):
         self.on_traces: Callable[[int, list[RequestTrace]], None] | None = None
         self.on_cache_empty: Callable[[int], None] | None = None
         self.on_traces_lost: Callable[[Collection[str]], None] | None = None
+        self.on_handed: Callable[[messages.HandedOver], None] | None = None
         self._unloads: set[asyncio.Task[None]] = set()
 
     # ---- processes ---------------------------------------------------------------------------
@@ -121,10 +138,12 @@ class EngineClient(InboxReader):
         ]
         try:
             await asyncio.gather(*starting)
+            await asyncio.gather(*(each.start() for each in self.prefill_servers))
         except BaseException:
             for task in starting:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*(each.close() for each in self.prefill_servers))
             await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
             raise
         report = self.report
@@ -143,6 +162,7 @@ class EngineClient(InboxReader):
     async def close(self) -> None:
         """Stop the engine processes; requests still in flight end with an error."""
         self.abort_all(WorkerDied("the server is shutting down."))
+        await asyncio.gather(*(each.close() for each in self.prefill_servers))
         await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
         if self._context is not None:
             self._context.destroy(linger=0)
@@ -168,8 +188,8 @@ class EngineClient(InboxReader):
         max_blocks = report.capacity.num_blocks if report.prefix_caching else 0
         if self._router is not None:
             self._router.cache_lost(replica.index, max_blocks)
-        elif len(self.replicas) > 1:
-            sizes = [max_blocks] * len(self.replicas)
+        elif len(self.replicas) + len(self.prefill_servers) > 1:
+            sizes = [max_blocks] * (len(self.replicas) + len(self.prefill_servers))
             self._router = PrefixRouter(report.capacity.block_size, sizes)
         waiting, self._waiting = self._waiting, {}
         self._send([add for add in waiting.values() if self._quarantine.enter(add)])
@@ -343,27 +363,110 @@ class EngineClient(InboxReader):
             chosen = candidates[0]
             if self._router is not None:
                 chosen = self._router.route(add.request, candidates)
-            flight.replica = self.replicas[chosen]
+            flight.replica = self._engine(chosen)
             batches.setdefault(chosen, []).append(add)
         for index, batch in batches.items():
-            self.replicas[index].add(batch)
+            self._engine(index).add(batch)
+
+    def _engine(self, index: int) -> Replica | PrefillServer:
+        num_replicas = len(self.replicas)
+        if index < num_replicas:
+            return self.replicas[index]
+        return self.prefill_servers[index - num_replicas]
 
     def _split(self, add: messages.Add, candidates: list[int]) -> tuple[messages.Add, list[int]]:
         """Decide whether a prefill engine begins a request; returns what to send, and to which replicas."""
         assert self.handovers is not None
         assert self._router is not None
+        candidates = candidates + [each.index for each in self.prefill_servers if each.health().ok]
         decode = self.handovers.policy.decode(candidates)
         num_cached = self._router.num_cached(add.request, decode)
         request, candidates = self.handovers.begin(add.request, candidates, num_cached)
         return messages.Add(request, add.fingerprint), candidates
 
-    def on_handed_over(self, replica: Replica, handed: messages.HandedOver) -> None:
+    def on_handed_over(self, engine: Replica | PrefillServer, handed: messages.HandedOver) -> None:
         flight = self._flights.get(handed.request_id)
-        if flight is not None and flight.replica is replica:  # else the client has gone
+        if flight is None or flight.replica is not engine:  # the client has gone
+            return
+        if self.handovers is not None:
             self._decode(handed.request_id, handed.blocks)
+        elif self.on_handed is not None:
+            self.on_handed(handed)
+
+    def on_prefill_up(self, server: PrefillServer) -> None:
+        if self._router is not None:
+            self._router.cache_lost(server.index)
+
+    def on_prefill_lost(self, server: PrefillServer) -> None:
+        """Compute the requests of a prefill server here."""
+        for request_id, flight in list(self._flights.items()):
+            if flight.replica is server and not flight.has_finished:
+                self._compute_here(request_id, PREFILL_DIED)
+        self._lose_traces(server)
+
+    def _lose_traces(self, server: PrefillServer) -> None:
+        """Forget the traces of ended requests that a lost prefill server has not sent."""
+        flights = self._flights
+        untraced = {
+            name
+            for name in server.untraced
+            if name not in flights or flights[name].replica is server
+        }
+        server.untraced.clear()
+        if self.handovers is not None:
+            self.handovers.lose(untraced)
+        if self.on_traces_lost is not None:
+            self.on_traces_lost(untraced)
+
+    def on_prefill_refused(self, server: PrefillServer, refused: messages.Refused) -> None:
+        """Compute a request here that a prefill server refused, or could not compute.
+
+        One that was running when its engine died is suspect here as well.
+        """
+        flight = self._flights.get(refused.request_id)
+        if flight is None or flight.replica is not server:
+            return
+        if refused.kind == RequestBlocked.__name__:
+            flight.inbox.put(RequestBlocked(refused.message))
+            return
+        _log.info(
+            "%s refuses a prompt, which is computed here: %s", server.address, refused.message
+        )
+        if refused.kind != WorkerDied.__name__:
+            self._compute_here(refused.request_id, PREFILL_REFUSED)
+        elif _WHILE_RUNNING not in refused.message or flight.has_output:
+            self._compute_here(refused.request_id, PREFILL_DIED)
+        else:
+            self._suspect(refused.request_id, refused.message)
+
+    def _suspect(self, request_id: str, how: str) -> None:
+        """Give a request a strike that was running when the engine of a prefill server died."""
+        quarantine, flight = self._quarantine, self._flights[request_id]
+        quarantine.suspects.strike([flight.add.fingerprint], how)
+        blocked = quarantine.blocked_in_flight().get(request_id)
+        released = quarantine.engine_ended([request_id])
+        if blocked is not None:
+            flight.inbox.put(blocked)
+        elif quarantine.enter(flight.add):
+            self._compute_here(request_id, PREFILL_DIED)
+        else:
+            flight.replica = None
+        self._send(released)
+
+    def _compute_here(self, request_id: str, reason: str) -> None:
+        """Go on with a request that a prefill server does not finish."""
+        assert self.handovers is not None
+        state, flight = self.handovers.find(request_id), self._flights[request_id]
+        if state is not None and state.stage == "transfer":
+            self._decode(request_id, None, reason)
+        elif flight.has_output:  # of its prompt, for example: they cannot be taken back
+            flight.replica = None
+            flight.inbox.put(WorkerDied(f"the prefill server failed: {reason}. Send it again."))
+        else:
+            self._decode(request_id, None, reason)
 
     def _decode(self, request_id: str, blocks: HandedBlocks | None, reason: str = "") -> None:
-        """Send a request with a first token to a decode engine, or to any if there is none."""
+        """Send a request to a decode engine, with its first token if it has one, or to any if there is none."""
         assert self.handovers is not None
         assert self._router is not None
         flight = self._flights[request_id]
@@ -376,9 +479,10 @@ class EngineClient(InboxReader):
             flight.inbox.put(WorkerDied(f"{self.health().reason}. Try again in a moment."))
             return
         chosen = self._router.route(request, candidates)
-        self._router.prompt_computed(request_id)
-        flight.replica = self.replicas[chosen]
-        flight.replica.add([messages.Add(request, flight.add.fingerprint, blocks)])
+        if request.generated:
+            self._router.prompt_computed(request_id)
+        replica = flight.replica = self.replicas[chosen]
+        replica.add([messages.Add(request, flight.add.fingerprint, blocks)])
 
     def _inbox_of(self, request_id: str) -> Inbox | None:
         flight = self._flights.get(request_id)
@@ -406,19 +510,19 @@ class EngineClient(InboxReader):
             self._router.ended(request_id)
         self._send(self._quarantine.leave(request_id, completed))
 
-    def on_outputs(self, replica: Replica, outputs: list[Output]) -> None:
+    def on_outputs(self, engine: Replica | PrefillServer, outputs: list[Output]) -> None:
         flights = self._flights
         for output in outputs:
             flight = flights.get(output.request_id)
             # Else the request was aborted while the step ran, or was sent to another replica.
-            if flight is not None and flight.replica is replica:
+            if flight is not None and flight.replica is engine:
                 if not flight.has_output:
                     flight.has_output = True
                     if self._router is not None:
                         self._router.prompt_computed(output.request_id)
                 if self.handovers is not None:
-                    output = self.handovers.on_output(output, replica.index)
-                if output.finish is not None:
+                    output = self.handovers.on_output(output, engine.index)
+                if output.finish not in (None, "handover"):  # else its blocks follow
                     self._finished(flight, output)
                 flight.inbox.put(output)
 
@@ -446,15 +550,17 @@ class EngineClient(InboxReader):
         if self.on_stats is not None:
             self.on_stats(replica.index, stats, last)
 
-    def on_traces_of(self, replica: Replica, traces: list[RequestTrace]) -> None:
+    def on_traces_of(self, engine: Replica | PrefillServer, traces: list[RequestTrace]) -> None:
         if self.handovers is not None:
             joined = map(self.handovers.on_trace, traces)
             traces = [each for each in joined if each is not None]
-        self._report_traces(replica, traces)
+        self._report_traces(engine, traces)
 
-    def _report_traces(self, replica: Replica | None, traces: list[RequestTrace]) -> None:
-        if self.on_traces is not None and replica is not None and traces:
-            self.on_traces(replica.index, traces)
+    def _report_traces(
+        self, engine: Replica | PrefillServer | None, traces: list[RequestTrace]
+    ) -> None:
+        if self.on_traces is not None and engine is not None and traces:
+            self.on_traces(engine.index, traces)
 
     # ---- all replicas ------------------------------------------------------------------------
 
@@ -600,7 +706,8 @@ class EngineClient(InboxReader):
         all_backlogs = [each.backlog for each in self.replicas]
         quarantine = self._quarantine
         return Backlog(
-            num_running=sum(each.num_running for each in all_backlogs),
+            num_running=sum(each.num_running for each in all_backlogs)
+            + sum(isinstance(each.replica, PrefillServer) for each in self._flights.values()),
             num_waiting=sum(each.num_waiting for each in all_backlogs),
             num_unseen=sum(each.num_unseen for each in all_backlogs)
             + quarantine.num_held
@@ -612,11 +719,12 @@ class EngineClient(InboxReader):
 
     def health(self) -> Health:
         """Whether a request would be answered now, and why not, or which replicas are down."""
-        all_health = [each.health() for each in self.replicas]
+        own = [each.health() for each in self.replicas]
+        all_health = own + [each.health() for each in self.prefill_servers]
         reason = "; ".join(each.reason for each in all_health if not each.ok)
         if all(each.ok for each in all_health):
             return Health(True)
-        if any(each.ok for each in all_health):
+        if any(each.ok for each in own):
             return Health(True, reason, "degraded")
         return Health(False, reason)
 
@@ -638,7 +746,7 @@ def _end_error(
             return blocked[request_id]
     if any(request_id in started for request_id in lost):
         return WorkerDied(
-            f"{how} while this request was running. Send it again; if the engine fails once more "
+            f"{how} {_WHILE_RUNNING}. Send it again; if the engine fails once more "
             "while it is running, it will be blocked."
         )
     return WorkerDied(f"{how} before this request was started. Send it again.")

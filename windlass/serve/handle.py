@@ -18,7 +18,7 @@ from windlass.serve.adapter_registry import AdapterRegistry, Change
 from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox
-from windlass.serve.messages import Configure
+from windlass.serve.messages import Configure, HandedOver
 from windlass.serve.quarantine import Suspects
 
 
@@ -116,6 +116,8 @@ class EngineHandle(GenerationClient, Protocol):
     on_traces: Callable[[int, list[RequestTrace]], None] | None
     # Called with the index of a replica that started or woke: its KV cache is empty.
     on_cache_empty: Callable[[int], None] | None
+    # Called with the blocks of a request of `relay` that ended with "handover".
+    on_handed: Callable[[HandedOver], None] | None
     # Called with the ids of requests whose traces were lost with their engine.
     on_traces_lost: Callable[[Collection[str]], None] | None
 

@@ -28,7 +28,8 @@ SHORT = "short prompt"  # by its uncached tokens
 ONE_TOKEN = "one token"  # it has no output after its first token
 NO_PREFILL = "no prefill engine"
 NO_DECODE = "no decode engine"
-# Why the decode engine computed blocks of the prompt again.
+PREFILL_REFUSED = "prefill engine refused"  # its queue is full, for example
+# Why the decode engine computed blocks of the prompt again, or the whole prompt.
 PREFILL_DIED = "prefill engine died"
 NOT_STORED = "blocks not stored"
 
@@ -96,6 +97,10 @@ class Handovers:
         self.on_result(state.reason, 0)
         return request, chosen
 
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
     def find(self, request_id: str) -> SplitRequest | None:
         return self._requests.get(request_id)
 
@@ -123,6 +128,10 @@ class Handovers:
     def decode(self, request: NewRequest, handed: HandedBlocks | None, reason: str) -> NewRequest:
         """The request that a decode engine goes on with. `reason`: why it has no blocks, if so."""
         state = self._requests[request.request_id]
+        if state.stage != "transfer":  # the prefill engine gave no token
+            state.stage, state.reason, state.trace = "whole", reason, None
+            self.on_result(reason, 0)
+            return request
         state.stage, state.handed = "decode", handed
         state.reason = NOT_STORED if handed is not None and handed.num_failed else reason
         self.on_result(state.reason or HANDED_OVER, 0 if handed is None else len(handed.records))

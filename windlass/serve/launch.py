@@ -26,6 +26,7 @@ from windlass.serve.fallback import FallbackStep
 from windlass.serve.handle import EngineHandle
 from windlass.serve.listener import OnReady, bind
 from windlass.serve.live_config import LiveConfig, StartConfig
+from windlass.serve.prefill_listener import PrefillListener
 from windlass.serve.reload import Reloads
 
 _log = logging.getLogger("windlass.serve")
@@ -61,6 +62,7 @@ class ServerParts:
     reloads: Reloads = field(default_factory=Reloads)
     started: StartConfig = field(default_factory=StartConfig)
     fallbacks: Sequence[FallbackParts] = ()
+    prefill: PrefillListener | None = None  # None: not --role prefill
 
     @property
     def clients(self) -> list[EngineHandle]:
@@ -77,6 +79,7 @@ def serve(
     *,
     started: StartConfig = StartConfig(),  # noqa: B008
     fallbacks: Sequence[FallbackParts] = (),
+    prefill: PrefillListener | None = None,
 ) -> int:
     """Serve until a signal arrives or the engine has failed for good; returns the exit code.
 
@@ -95,6 +98,7 @@ def serve(
         on_ready=on_ready,
         started=started,
         fallbacks=fallbacks,
+        prefill=prefill,
     )
     try:
         return run_loop(_serve_until_signal(parts))
@@ -209,6 +213,7 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
             started=parts.started,
             listener=parts.listener,
             reloads=parts.reloads,
+            prefill=parts.prefill,
             fallback_engines=[
                 FallbackEngine(
                     step=each.step,

@@ -117,7 +117,7 @@ class Metrics:
 
         self._handovers = self._labelled(
             "handovers",
-            "Requests with --prefill-replicas: handed over, or why one engine computed them or a part again.",
+            "Requests with --prefill-replicas or --role decode: handed over, or why one engine computed them or a part again.",
             "result",
         )
         self._handover_blocks = self._counter(

@@ -19,6 +19,8 @@ from windlass.serve.http.pool import HttpWorkers
 from windlass.serve.http_server import LAST_RESPONSES_S, HttpServer
 from windlass.serve.listener import OnReady, url_of
 from windlass.serve.live_config import LiveConfig, StartConfig
+from windlass.serve.prefill_listener import PrefillListener
+from windlass.serve.prefill_port import PrefillPort
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_router
@@ -41,12 +43,15 @@ class Server:
         started: StartConfig,
         listener: socket.socket,
         reloads: Reloads,
+        prefill: PrefillListener | None = None,
         fallback_engines: Sequence[FallbackEngine] = (),
     ) -> None:
         self._client = client
         others = (each.client for each in fallback_engines)
         self._clients = [client, *(each for each in others if each is not None)]
         self._listener = listener
+        self._prefill_listener = prefill
+        self._prefill_port: PrefillPort | None = None  # None: not --role prefill, or not ready
         self._services = make_services(
             client,
             card,
@@ -121,6 +126,9 @@ class Server:
         helpers = [asyncio.create_task(work) for work in self._endless()]
         batches = asyncio.create_task(self._run_batches())
         choices = [*report.choices, *self._services.choices, self._max_connections]
+        if self._prefill_listener is not None:
+            self._prefill_port = PrefillPort(self._services, self._prefill_listener)
+            choices.append(self._prefill_port.choice)
         if self._services.fallbacks is not None:
             choices += self._services.fallbacks.choices()
         ends: set[asyncio.Task[Any]] = {serving, stopped, failed, batches, *helpers}
@@ -143,6 +151,8 @@ class Server:
             _log.error("the server exits: %s", self._client.health().reason)
         else:
             await self._drain()
+        if self._prefill_port is not None:
+            await self._prefill_port.close()
         if self._workers is not None:
             await self._workers.close()
         self._server.should_exit = True

@@ -7,6 +7,7 @@ apart: a record of other weights is never found.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from hashlib import blake2b
 from windlass.version import __version__
 
 DIGEST_BYTES = 16
+RECORD_BYTES = "the size of a KV block in bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,21 @@ class Fingerprint:
     @cached_property
     def digest(self) -> bytes:
         """A hash of all fields but the model's name."""
-        counted = {name: value for name, value in asdict(self).items() if name != "model"}
-        text = json.dumps(counted, sort_keys=True)
-        return blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+        return digest_of({name: value for name, value in asdict(self).items() if name != "model"})
+
+    def facts(self, record_bytes: int) -> dict[str, str]:
+        """What must be alike on two machines that exchange records, by names for messages."""
+        return {
+            "the Windlass version": self.version,
+            "the digest of the model's files": self.weights,
+            "the format": self.format,
+            "the type of the KV cache": self.kv_dtype,
+            "the KV block size": str(self.block_size),
+            RECORD_BYTES: str(record_bytes),
+            "the KV layout": self.layout,
+        }
+
+
+def digest_of(facts: Mapping[str, object]) -> bytes:
+    text = json.dumps(facts, sort_keys=True)
+    return blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
 """The peer tier: records that one engine hands to another through a ring of memory.
 
 A prefill engine appends the blocks of its prompts; decode engines read them, by their number, from the
-same memory (engines of one server) or over TCP (peer_link.py). A record that was overwritten, or that its
+same memory (engines of one server) or over TCP (peer_link.py, servers on different hosts). A record that was overwritten, or that its
 writer did not finish, is a miss: a number, the key and a checksum stand before every record.
 
     ring    magic, sizes, fingerprint | slot 0 | slot 1 | ...
@@ -11,7 +11,9 @@ writer did not finish, is a miss: a number, the key and a checksum stand before 
 from __future__ import annotations
 
 import logging
+import math
 import struct
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -189,8 +191,11 @@ class PeerExport:
 class RecordSource(Protocol):
     """Where the records of one other engine are read."""
 
-    def read(self, wanted: PeerRecord, out: memoryview) -> ReadResult:
-        """Copy a record into `out`. If the result is not "read", `out` is undefined."""
+    def read(self, wanted: PeerRecord, out: memoryview, limit_s: float) -> ReadResult:
+        """Copy a record into `out`. If the result is not "read", `out` is undefined.
+
+        `limit_s`: a source that would take longer returns "missing".
+        """
         ...
 
     def close(self) -> None: ...
@@ -203,17 +208,29 @@ class LocalSource:
         self._ring = ring
         self._fingerprint = fingerprint
 
-    def read(self, wanted: PeerRecord, out: memoryview) -> ReadResult:
+    def read(self, wanted: PeerRecord, out: memoryview, limit_s: float) -> ReadResult:
+        del limit_s  # a copy in memory
         return self._ring.read(wanted, out, self._fingerprint)
 
     def close(self) -> None:
         """Leave the memory to its owner."""
 
 
+class _Transfer:
+    """The records of one prompt."""
+
+    __slots__ = ("began", "source")
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.began: float | None = None  # None: no record was read
+
+
 class PeerStore:
     """The store of an engine that reads what others have computed. It finds what was announced to it.
 
-    `connect` makes the source of an engine that is not in `sources`, by its name.
+    `connect` makes the source of an engine that is not in `sources`, by its name. `limit_s`: what a prompt
+    still lacks after so many seconds from its first record is not read any more.
     """
 
     name = "peer"
@@ -224,19 +241,24 @@ class PeerStore:
         *,
         record_bytes: int,
         connect: Callable[[str], RecordSource] | None = None,
+        limit_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = dict(sources)
         self._connect = connect
+        self._limit_s = limit_s
+        self._clock = clock
         self._record_bytes = record_bytes
         self._lock = Lock()
-        self._announced: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        self._announced: OrderedDict[bytes, tuple[_Transfer, int]] = OrderedDict()
         self._hits = self._misses = self._refused = self._corrupt = self._evictions = 0
 
     def announce(self, handed: HandedBlocks) -> None:
         """Make the blocks of a prompt findable. The latest announcement of a key counts."""
+        transfer = _Transfer(handed.source)
         with self._lock:
             for key, sequence in handed.records:
-                self._announced[key] = handed.source, sequence
+                self._announced[key] = transfer, sequence
                 self._announced.move_to_end(key)
             while len(self._announced) > _MAX_ANNOUNCED:
                 self._announced.popitem(last=False)
@@ -249,12 +271,15 @@ class PeerStore:
         """Copy a record into `out`, once: the device has it from then on, or it is lost."""
         with self._lock:
             found = self._announced.get(key)
-            source = None if found is None else self._source(found[0])
+            source = None if found is None else self._source(found[0].source)
         result: ReadResult = "missing"
         if found is not None and source is not None:
-            result = source.read(PeerRecord(key, found[1]), out)
+            transfer, sequence = found
+            left_s = self._left(transfer)
+            if left_s > 0:
+                result = source.read(PeerRecord(key, sequence), out, left_s)
             if result == "lost":
-                self._lose(found[0])
+                self._lose(transfer.source)
         with self._lock:
             if self._announced.get(key) == found:
                 self._announced.pop(key, None)
@@ -262,6 +287,13 @@ class PeerStore:
             self._misses += result != "read"
             self._corrupt += result == "corrupt"
         return result == "read"
+
+    def _left(self, transfer: _Transfer) -> float:
+        """Seconds that are left for the records of a prompt."""
+        now = self._clock()
+        if transfer.began is None:
+            transfer.began = now
+        return transfer.began + self._limit_s - now
 
     def _source(self, name: str) -> RecordSource | None:
         if name not in self._sources and self._connect is not None:
@@ -271,7 +303,7 @@ class PeerStore:
     def _lose(self, name: str) -> None:
         """Forget the records of an engine that is out of reach: each would wait for it."""
         with self._lock:
-            lost = [key for key, (source, _) in self._announced.items() if source == name]
+            lost = [key for key, (each, _) in self._announced.items() if each.source == name]
             for key in lost:
                 del self._announced[key]
         _log.warning("prefill engine %s is out of reach: %d KV blocks are lost", name, len(lost))
