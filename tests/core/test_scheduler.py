@@ -135,7 +135,7 @@ def test_without_caching_no_block_is_reused() -> None:
         world.add(request(name, tokens_of(16), max_tokens=1))
         world.finish_all()
     assert world.runner.num_computed == 32
-    assert world.pool.num_cached == 0
+    assert world.pool._by_hash == {}
 
 
 def test_prompt_logprobs_do_not_use_the_cache() -> None:

@@ -337,6 +337,8 @@ class World:
             for block in blocks:
                 allocator[block] += 1
         assert allocator == self.pool._refs
+        cached = self.pool._by_hash.values()
+        assert self.pool.num_cached_free == sum(self.pool._refs[block] == 0 for block in cached)
         assert {b for b, n in enumerate(allocator) if n == 0} == set(self.pool._free)
 
     def check_held(self, group: KVGroup, num_held: int, in_flight: int, request) -> None:

@@ -48,6 +48,7 @@ class BlockPool:
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
+        self.num_cached_free = 0  # findable blocks without a reference
 
     @property
     def num_free(self) -> int:
@@ -57,15 +58,6 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        """Findable blocks, used or free."""
-        return len(self._by_hash)
-
-    def num_cached_free(self) -> int:
-        """Cached blocks without a reference. Scans all cached blocks."""
-        return sum(self._refs[block] == 0 for block in self._by_hash.values())
 
     def find(self, hashes: Iterable[bytes]) -> list[BlockId]:
         """The blocks of the longest cached prefix. Changes no state; valid until the next `take`."""
@@ -93,6 +85,7 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
+                self.num_cached_free -= self._hash_of[block] is not None
             self._refs[block] += 1
 
     def take(self, count: int) -> list[BlockId]:
@@ -121,6 +114,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached_free += 1
 
     def reset_cache(self) -> int:
         """Evict the content of all free blocks; returns how many were cached."""
@@ -130,9 +125,10 @@ class BlockPool:
         return len(cached)
 
     def _evict(self, block: BlockId) -> bytes | None:
-        """Forget the content of a block; returns its hash."""
+        """Forget the content of a block without a reference; returns its hash."""
         digest = self._hash_of[block]
         if digest is not None:
+            self.num_cached_free -= 1
             del self._by_hash[digest]
             self._hash_of[block] = None
             self._evicted[digest] = None

@@ -68,7 +68,7 @@ class KVAllocator:
     def use(self, running: Iterable[Request]) -> BlockUse:
         """The current use of the blocks."""
         pool = self.pool
-        num_cached = pool.num_cached_free()
+        num_cached = pool.num_cached_free
         unfilled = (each.room - each.computed for each in running)
         return BlockUse(
             num_used=pool.num_used,

@@ -328,7 +328,7 @@ class Scheduler:
             waiting_by_reason=self.accounting.waiting(len(self._waiting)),
             num_blocks=self._allocator.pool.num_blocks,
             num_used_blocks=self._allocator.pool.num_used,
-            num_cached_blocks=self._allocator.pool.num_cached,
+            num_cached_blocks=self._allocator.pool.num_cached_free,
             num_pinned_blocks=self.pins.num_blocks,
             accepted_per_position=list(self._count.accepted_per_position),
             deadlines=dict(self._deadlines.num_ended),

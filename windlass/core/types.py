@@ -336,7 +336,7 @@ class EngineStats:
     waiting_by_reason: dict[str, int] = field(default_factory=dict)  # queued requests by blocker
     num_blocks: int = 0
     num_used_blocks: int = 0
-    num_cached_blocks: int = 0
+    num_cached_blocks: int = 0  # findable, and not used
     num_pinned_blocks: int = 0  # of named prefixes
     num_steps: int = 0
     num_step_tokens: int = 0  # of the last step
