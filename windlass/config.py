@@ -264,11 +264,13 @@ class SchedulerConfig:
         None,
         "Target of the time per output token: prompt tokens per step, running requests and draft tokens "
         "are limited so that 99 % of the steps are shorter.",
+        live=True,
     )
     slo_ttft_ms: float | None = option(
         None,
         "Target of the time to the first token: prompts that would miss it get longer steps, while running "
         "requests have time to spare; see also --slo-admission.",
+        live=True,
     )
 
     def __post_init__(self) -> None:
@@ -369,6 +371,7 @@ class ServeConfig:
         (),
         "Accepted Host header beside localhost and --host; repeatable; *: any. Default: checked only "
         "when --host is a loopback address.",
+        live=True,
     )
     root_path: str = option("", "Path prefix behind a reverse proxy.")
     chat_template: str | None = option(
@@ -409,6 +412,7 @@ class ServeConfig:
     slo_admission: bool = option(
         False,
         "Refuse requests with 429 whose predicted time to the first token exceeds --slo-ttft-ms.",
+        live=True,
     )
     max_body_bytes: int = option(
         4 * 2**20, "Maximum size of a request body; a larger one gets 413.", live=True
@@ -553,8 +557,10 @@ class ServeConfig:
     record_traffic: str | None = option(
         None, "Append requests and responses to this JSONL file, as calibration data for quantize."
     )
-    record_share: float = option(0.1, "Share of requests to record, selected by request id.")
-    record_max_bytes: int = option(64 * 2**20, "Maximum size of the recorded file.")
+    record_share: float = option(
+        0.1, "Share of requests to record, selected by request id.", live=True
+    )
+    record_max_bytes: int = option(64 * 2**20, "Maximum size of the recorded file.", live=True)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -642,6 +648,15 @@ class ServeConfig:
                     f"--allowed-hosts {host!r}: expected a host name or address without scheme and "
                     "path, for example api.example.com; * allows any."
                 )
+
+
+def check_slo(serve: ServeConfig, scheduler: SchedulerConfig) -> None:
+    """Refuse targets of latency, and their admission control, that would have no effect."""
+    if serve.slo_admission and scheduler.slo_ttft_ms is None:
+        raise ConfigError("--slo-admission needs --slo-ttft-ms.")
+    has_effect = serve.slo_admission or scheduler.slo_tpot_ms is not None
+    if scheduler.slo_ttft_ms is not None and not has_effect:
+        raise ConfigError("--slo-ttft-ms does nothing without --slo-tpot-ms or --slo-admission.")
 
 
 def check_key(key: str, source: str) -> None:

@@ -18,7 +18,7 @@ from windlass.build import (
     open_files,
     open_model,
 )
-from windlass.config import AUTO, EngineConfig, ServeConfig, flag
+from windlass.config import AUTO, EngineConfig, ServeConfig, check_slo, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
 from windlass.machine.topology import CpuSlot
@@ -188,12 +188,7 @@ def serve(
 
     if serve_config.lora_root and not config.lora.enable_lora:
         raise ConfigError("--lora-root does nothing without --enable-lora.")
-    if serve_config.slo_admission and config.scheduler.slo_ttft_ms is None:
-        raise ConfigError("--slo-admission needs --slo-ttft-ms.")
-    if config.scheduler.slo_ttft_ms is not None and not (
-        serve_config.slo_admission or config.scheduler.slo_tpot_ms is not None
-    ):
-        raise ConfigError("--slo-ttft-ms does nothing without --slo-tpot-ms or --slo-admission.")
+    check_slo(serve_config, config.scheduler)
     files = resolve(config.model)  # a download can take minutes; a signal ends it
     for name in {files.name, *config.model.served_model_name} & config.lora.modules().keys():
         raise ConfigError(

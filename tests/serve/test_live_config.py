@@ -24,6 +24,7 @@ from tests.serve.raw import RawClient, get, post, status_of
 from tests.serve.tiny_model import serving, write_tiny_model
 from windlass.cli.main import app
 from windlass.config import flag
+from windlass.core.types import SloStats
 from windlass.serve.config_admin import LIVE
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,8 @@ def server(folder: Path) -> Iterator[Server]:
         data_dir=str(folder),
         admin_key=(ADMIN,),
         max_logprobs=10,
+        record_traffic=str(folder.parent / "traffic"),
+        record_share=1e-12,
         sources=sources,
     ) as server:
         server.http.headers["Connection"] = "close"  # its own connections would hit the limits
@@ -347,6 +350,74 @@ def _max_num_batched_tokens(server: Server) -> None:
         assert _num_steps(server, "b" * 640) >= 10
 
 
+def _slo_stats(server: Server) -> SloStats | None:
+    """Of the last step, which a request has computed after a change."""
+    _num_steps(server, "Hi")
+    return server.client.replicas[0].stats.slo
+
+
+def _slo_tpot_ms(server: Server) -> None:
+    """Limits begin low, and rise with what steps show."""
+    assert _num_steps(server, "c" * 640) == 1
+    with changed(server, slo_tpot_ms=1000.0):
+        assert _num_steps(server, "d" * 640) > 1
+        assert server.metric("slo_limit", limit="prompt_tokens") > 0
+    assert _slo_stats(server) is None
+    assert server.metric("slo_limit", limit="prompt_tokens") == 0
+
+
+def _slo_ttft_ms(server: Server) -> None:
+    for target_ms in (5000.0, 7000.0):
+        with changed(server, slo_tpot_ms=1000.0, slo_ttft_ms=target_ms):
+            stats = _slo_stats(server)
+            assert stats is not None
+            assert stats.ttft_s == target_ms / 1000
+
+
+def _slo_admission(server: Server) -> None:
+    def has_measured() -> bool:
+        stats = server.client.replicas[0].stats
+        return stats.slo is not None and stats.slo.prompt_tokens_per_s > 0
+
+    with streaming(server, n=70):
+        wait_until(lambda: _queue(server)[1] > 0)
+        with changed(server, slo_ttft_ms=0.001, slo_tpot_ms=1000.0):
+            wait_until(has_measured)
+            with changed(server, slo_admission=True):
+                refused = server.complete(max_tokens=1)
+    assert refused.status_code == 429
+    assert "(--slo-ttft-ms)" in refused.json()["error"]["message"]
+
+
+def _recorded(server: Server) -> int:
+    """The bytes that a request adds to the recorded traffic."""
+    path = Path(config(server)["settings"]["record_traffic"]["value"])
+    before = path.stat().st_size
+    assert server.complete(max_tokens=1).status_code == 200
+    return path.stat().st_size - before
+
+
+def _record_share(server: Server) -> None:
+    assert _recorded(server) == 0
+    with changed(server, record_share=1.0):
+        assert _recorded(server) > 0
+
+
+def _record_max_bytes(server: Server) -> None:
+    with changed(server, record_share=1.0):
+        with changed(server, record_max_bytes=1):
+            assert _recorded(server) == 0
+        assert _recorded(server) > 0
+
+
+def _allowed_hosts(server: Server) -> None:
+    headers = {"Host": "api.example"}
+    with changed(server, allowed_hosts=["api.example"]):
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
+        assert server.http.get("/v1/models").status_code == 200
+    assert server.http.get("/v1/models", headers=headers).status_code == 403
+
+
 def _drafts(server: Server) -> tuple[float, float]:
     """Drafts and draft tokens of a request."""
     names = ("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total")
@@ -461,6 +532,12 @@ def test_every_live_setting_has_its_effect_without_a_restart(
         ({"spec_enabled": False}, "spec_enabled", "does nothing without speculation"),
         ({"hang_timeout": 1e300}, "hang_timeout", "must be at most 1e+07, got 1e+300"),
         ({"log_stats_interval": 1e-300}, "log_stats_interval", "must be 0 or at least 0.05"),
+        ({"slo_admission": True}, "slo_admission", "needs --slo-ttft-ms"),
+        ({"slo_ttft_ms": 5}, "slo_ttft_ms", "does nothing without --slo-tpot-ms"),
+        ({"slo_tpot_ms": 0}, "slo_tpot_ms", "must be above 0, got 0"),
+        ({"allowed_hosts": ["a/b"]}, "allowed_hosts", "--allowed-hosts 'a/b'"),
+        ({"record_share": 0}, "record_share", "must be above 0 and at most 1, got 0"),
+        ({"record_traffic": "/x"}, "record_traffic", "start it with --record-traffic"),
         ({"version": "1"}, "version", "must be a number"),
         ([], None, "must be a JSON object"),
     ],
@@ -584,13 +661,14 @@ def test_docs_and_help_name_every_live_setting() -> None:
 
 def test_all_engines_have_the_change_also_after_kill_9() -> None:
     with running(counting(Options()), num_replicas=2, admin_key=(ADMIN,)) as server:
-        assert patch(server, {"max_num_seqs": 1}).status_code == 200
+        assert patch(server, {"max_num_seqs": 1, "slo_tpot_ms": 1000}).status_code == 200
         assert server.client.max_num_seqs == 2
         _kill_engine(server, 1)
         with streaming(server, n=6):
             stats = lambda: [each.stats for each in server.client.replicas]  # noqa: E731
             wait_until(lambda: sum(each.num_waiting for each in stats()) == 4)
             assert [each.num_running for each in stats()] == [1, 1]
+            assert None not in [each.slo for each in stats()]
 
 
 # ---- HTTP workers --------------------------------------------------------------------------------

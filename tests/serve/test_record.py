@@ -14,6 +14,7 @@ from tests.serve.conftest import running
 from tests.serve.fakes import Bytes
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.record import Recorder, make_recorder
 
 
@@ -77,10 +78,11 @@ def test_recording_stops_at_the_size_limit(
 
 
 def test_the_recorded_share_depends_on_the_id(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t.jsonl", share=0.25, max_bytes=1000, tokenizer=Bytes())
+    config = LiveConfig(ServeConfig(record_share=0.25, record_max_bytes=1000))
+    recorder = Recorder(tmp_path / "t.jsonl", config, Bytes())
     chosen = [recorder.chooses(f"cmpl-{i}") for i in range(4000)]
     recorder.close()
-    again = Recorder(tmp_path / "t.jsonl", share=0.25, max_bytes=1000, tokenizer=Bytes())
+    again = Recorder(tmp_path / "t.jsonl", config, Bytes())
     assert chosen == [again.chooses(f"cmpl-{i}") for i in range(4000)]
     again.close()
     assert 0.22 < sum(chosen) / 4000 < 0.28
@@ -89,6 +91,6 @@ def test_the_recorded_share_depends_on_the_id(tmp_path: Path) -> None:
 def test_a_bad_path_is_an_error_at_start(tmp_path: Path) -> None:
     config = ServeConfig(record_traffic=str(tmp_path / "no" / "t.jsonl"))
     with pytest.raises(ConfigError, match=r"--record-traffic .*cannot be written"):
-        make_recorder(config, Bytes())
+        make_recorder(LiveConfig(config), Bytes())
     with pytest.raises(ConfigError, match="--record-share"):
         ServeConfig(record_share=0.0)

@@ -298,6 +298,35 @@ def test_tenants_may_share_the_prefix_cache(tmp_path: Path) -> None:
         assert server.http.get("/admin/usage", headers=bearer("shop")).status_code == 403
 
 
+def test_budgets_keep_the_price_from_being_removed(tmp_path: Path) -> None:
+    keys_file = write_tenants(tmp_path / "keys.json", {"boss": {"admin": True}, "shop": {}})
+    with running(keys_file=keys_file, usage_db=str(tmp_path / "usage.sqlite")) as server:
+
+        def patch(path: str, **changes: Any) -> tuple[int, str]:
+            done = server.http.patch(f"/admin/{path}", json=changes, headers=bearer("boss"))
+            return done.status_code, done.text
+
+        budget = {"usd": 1.0, "per": "month"}
+        status, text = patch("tenants/shop", budget=budget)
+        assert status == 400
+        assert "--price-per-hour" in text
+        assert patch("config", price_per_hour=3600.0)[0] == 200
+        assert patch("tenants/shop", budget=budget)[0] == 200
+        for price in (None, 0):
+            status, text = patch("config", price_per_hour=price, max_logprobs=3)
+            assert status == 400
+            assert "budgets in dollars (shop)" in text
+        found = server.http.get("/admin/config", headers=bearer("boss")).json()["settings"]
+        assert found["price_per_hour"]["value"] == 3600.0
+        assert found["max_logprobs"]["value"] == 20  # of a refused change, nothing applies
+        assert complete(server, "shop").status_code == 200
+        wait_until(lambda: usage_of(server, "shop").get("usd", 0) > 0)
+        assert patch("config", price_per_hour=7200.0)[0] == 200
+        assert patch("tenants/shop", budget=None)[0] == 200
+        assert patch("config", price_per_hour=None)[0] == 200
+        assert patch("tenants/shop", budget=budget)[0] == 400
+
+
 # ---- a process of its own ------------------------------------------------------------------------
 
 PROGRAM = """

@@ -10,12 +10,28 @@ from windlass.errors import CapacityError, ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SloTimes:
+    """Targets of latency in seconds; None: no target."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @classmethod
+    def of(cls, *, ttft_ms: float | None, tpot_ms: float | None) -> SloTimes:
+        return cls(
+            ttft_s=None if ttft_ms is None else ttft_ms / 1000,
+            tpot_s=None if tpot_ms is None else tpot_ms / 1000,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCaps:
     """Limits of a running engine, at most those it was built with; None: as it was built."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_draft_tokens: int | None = None  # per request and step; 0: no drafts
+    slo: SloTimes | None = None
 
 
 def check_whole_prompts_fit(max_num_batched_tokens: int, max_model_len: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from windlass.config import EngineConfig, Limits
@@ -10,14 +9,12 @@ from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity
 from windlass.core.grammars import Grammars
-from windlass.core.limits import SchedulerLimits
+from windlass.core.limits import SchedulerLimits, SloTimes
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
 from windlass.core.scheduler import Scheduler
-from windlass.core.slo import SloController, SloTargets
+from windlass.core.slo import make_slo
 from windlass.core.speculation.planner import DraftPlanner
 from windlass.core.tiers import TierStores
-
-_log = logging.getLogger("windlass.engine")
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -47,21 +44,23 @@ def make_scheduler(
     """Make the scheduler for a config. Needs no model."""
     settings = config.scheduler
     draft_limits = draft_limits or DraftLimits()
+    scheduler_limits = SchedulerLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        layout=capacity.layout,
+        num_blocks=capacity.num_blocks,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        chunked_prefill=settings.enable_chunked_prefill,
+        why_not_batch_invariant=why_not_batch_invariant,
+        lookahead=draft_limits.lookahead,
+        lookahead_after_drafts=draft_limits.lookahead_after_drafts,
+        drop_drafts_below=draft_limits.drop_drafts_below,
+        num_stages=config.parallel.pipeline_parallel_size,
+    )
+    times = SloTimes.of(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
     return Scheduler(
-        SchedulerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            layout=capacity.layout,
-            num_blocks=capacity.num_blocks,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            chunked_prefill=settings.enable_chunked_prefill,
-            why_not_batch_invariant=why_not_batch_invariant,
-            lookahead=draft_limits.lookahead,
-            lookahead_after_drafts=draft_limits.lookahead_after_drafts,
-            drop_drafts_below=draft_limits.drop_drafts_below,
-            num_stages=config.parallel.pipeline_parallel_size,
-        ),
+        scheduler_limits,
         BlockPool(capacity.num_blocks, config.cache.prefix_caching),
         eos_ids=eos_ids,
         policy=_POLICIES[settings.scheduling_policy](),
@@ -71,25 +70,11 @@ def make_scheduler(
         adapters=adapters,
         grammars=grammars,
         drafts=drafts,
-        slo=_slo(config, limits),
+        slo=make_slo(times, scheduler_limits),
         fair_share=settings.fair_share,
         tiers=tiers,
         max_pinned_share=config.cache.max_pinned_share,
     )
-
-
-def _slo(config: EngineConfig, limits: Limits) -> SloController | None:
-    settings = config.scheduler
-    if settings.slo_ttft_ms is None and settings.slo_tpot_ms is None:
-        return None
-    targets = SloTargets(
-        ttft_s=None if settings.slo_ttft_ms is None else settings.slo_ttft_ms / 1000,
-        tpot_s=None if settings.slo_tpot_ms is None else settings.slo_tpot_ms / 1000,
-        max_rows=limits.max_num_seqs,
-        max_tokens=limits.max_num_batched_tokens,
-        num_stages=config.parallel.pipeline_parallel_size,
-    )
-    return SloController(targets, _log.warning)
 
 
 def _gate(config: EngineConfig) -> Gate:

@@ -27,7 +27,7 @@ from windlass.core.memory import BlockUse
 from windlass.core.pins import PinnedPrefixes
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, WaitingQueue
 from windlass.core.request import Request
-from windlass.core.slo import NoSlo, SloController
+from windlass.core.slo import NoSlo, SloController, with_times
 from windlass.core.speculation.planner import DraftPlanner, NoDrafts
 from windlass.core.speculation.prediction import Predictions
 from windlass.core.step import Step, make_tuple
@@ -73,7 +73,7 @@ class Scheduler:
         adapters: Adapters | None = None,
         grammars: Grammars | None = None,
         drafts: DraftPlanner | NoDrafts | None = None,
-        slo: SloController | None = None,
+        slo: SloController | NoSlo | None = None,
         fair_share: bool = True,
         tiers: TierStores | None = None,
         max_pinned_share: float = 0.25,
@@ -88,7 +88,7 @@ class Scheduler:
         self.grammars: Grammars = grammars or NoGrammars()
         self._drafts = drafts or NoDrafts()
         self._predictions = Predictions()
-        self._slo = slo or NoSlo()
+        self._slo: SloController | NoSlo = slo or NoSlo()
         self._deadlines = Deadlines()
         self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
         # Requests that failed, or ended at their deadline, while the last plan was made.
@@ -270,6 +270,8 @@ class Scheduler:
         max_tokens = limits.max_num_batched_tokens
         self._max_budget = min(caps.max_num_batched_tokens or max_tokens, max_tokens)
         self._drafts.cap(caps.max_draft_tokens)
+        if caps.slo is not None:
+            self._slo = with_times(self._slo, caps.slo, limits)
 
     @property
     def _num_free_slots(self) -> int:

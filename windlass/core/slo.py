@@ -8,15 +8,19 @@ stay valid. It has no clock: the scheduler passes the measured time of each step
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import NamedTuple
 
+from windlass.core.limits import SchedulerLimits, SloTimes
 from windlass.core.request import Request
 from windlass.core.step import Step
 from windlass.core.types import SloStats
+
+_log = logging.getLogger("windlass.engine")
 
 _UNLIMITED = 2**31
 # Fewest prompt tokens of a step, whatever the target: one block. Prompts must advance.
@@ -145,6 +149,14 @@ class SloController:
 
     def __post_init__(self) -> None:
         self._times = StepTimes(self.targets.max_rows, self.targets.max_tokens)
+
+    def set_times(self, times: SloTimes) -> None:
+        """Change the targets; what was learned of step times stays."""
+        if (times.ttft_s, times.tpot_s) == (self.targets.ttft_s, self.targets.tpot_s):
+            return
+        self.targets = replace(self.targets, ttft_s=times.ttft_s, tpot_s=times.tpot_s)
+        self._limits = NO_LIMITS
+        self._is_possible, self._has_warned, self._is_stretched = True, False, False
 
     # ---- what steps show ---------------------------------------------------------------------
 
@@ -286,3 +298,27 @@ class SloController:
 
 
 _NAMES = ("prompt_tokens", "running", "draft_tokens")
+
+
+def make_slo(times: SloTimes, limits: SchedulerLimits) -> NoSlo | SloController:
+    """The controller of an engine with these targets."""
+    if times == SloTimes():
+        return NoSlo()
+    targets = SloTargets(
+        ttft_s=times.ttft_s,
+        tpot_s=times.tpot_s,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        num_stages=limits.num_stages,
+    )
+    return SloController(targets, _log.warning)
+
+
+def with_times(
+    slo: NoSlo | SloController, times: SloTimes, limits: SchedulerLimits
+) -> NoSlo | SloController:
+    """The controller with other targets: `slo` itself if it goes on, with all that it has learned."""
+    if isinstance(slo, NoSlo) or times == SloTimes():
+        return make_slo(times, limits)
+    slo.set_times(times)
+    return slo

@@ -79,7 +79,8 @@ class Admin:
         sender = keys.sender_of(request)
         # The tenant is that of all clients if only admins have keys.
         by = sender.key_id if sender.tenant.name == NO_KEY else sender.tenant.name
-        change = admin.change(given, by=by, version=version)
+        async with keys.changing:  # no tenant gets a budget meanwhile
+            change = admin.change(given, by=by, version=version)
         await admin.history.save()
         return self._with_version({"version": change.version, "changes": change.changes})
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from windlass.config import ServeConfig
 from windlass.errors import EngineError
 from windlass.serve.console_files import CONSOLE_PATHS
-from windlass.serve.hosts import make_host_guard
+from windlass.serve.hosts import HostGuard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import problem_of, problem_of_status
@@ -44,9 +44,7 @@ def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
             open_paths=CONSOLE_PATHS if config.console else frozenset(),
         )
     app.add_middleware(_Cors, live=live)
-    host_guard = make_host_guard(live)
-    if host_guard is not None:
-        app.add_middleware(host_guard)
+    app.add_middleware(HostGuard, config=live)
     return app
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +20,8 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from windlass.config import EngineConfig, ServeConfig, flag
-from windlass.core.limits import EngineCaps, check_whole_prompts_fit
+from windlass.config import EngineConfig, SchedulerConfig, ServeConfig, check_slo, flag
+from windlass.core.limits import EngineCaps, SloTimes, check_whole_prompts_fit
 from windlass.errors import ConfigError, RequestError
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.handle import EngineHandle
@@ -67,11 +67,20 @@ class ConfigChange:
 class ConfigAdmin:
     """Owns the values of all settings, their version, and the history of changes.
 
-    The version counts the changes since the start. One event loop calls all methods.
+    The version counts the changes since the start. `check` raises RequestError for a config that the
+    tenants cannot have. One event loop calls all methods.
     """
 
-    def __init__(self, live: LiveConfig, started: StartConfig, client: EngineHandle) -> None:
+    def __init__(
+        self,
+        live: LiveConfig,
+        started: StartConfig,
+        client: EngineHandle,
+        *,
+        check: Callable[[ServeConfig], None],
+    ) -> None:
         self._live = live
+        self._check = check
         self._client = client
         self._started = self._engine = started.engine
         self._sources = dict(started.sources)
@@ -141,6 +150,9 @@ class ConfigAdmin:
         engine = EngineConfig(**{key: new[key] for key in _ENGINE_SECTIONS})
         if engine != self._engine:
             self._check_engine(engine, changes)
+        if changes:
+            self._check(new["serve"])
+            _check_slo(new["serve"], engine.scheduler, changes)
         if not changes:
             return ConfigChange(self._version, at, by, changes)
         self._version += 1
@@ -203,6 +215,7 @@ class ConfigAdmin:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_draft_tokens=speculation.max_draft_tokens if speculation.spec_enabled else 0,
+            slo=SloTimes.of(ttft_ms=scheduler.slo_ttft_ms, tpot_ms=scheduler.slo_tpot_ms),
         )
         settings = Configure(caps=caps, hang_timeout=serve.hang_timeout, log_level=serve.log_level)
         self._client.configure(settings, serve.retry_on_restart)
@@ -260,6 +273,14 @@ def _replaced(section: Any, key: str, values: Mapping[str, Any]) -> Any:
         return replace(section, **own)
     except ConfigError as error:
         named = next((name for name in own if flag(name) in str(error)), None)
+        raise RequestError(str(error), named) from error
+
+
+def _check_slo(serve: ServeConfig, scheduler: SchedulerConfig, changes: Collection[str]) -> None:
+    try:
+        check_slo(serve, scheduler)
+    except ConfigError as error:
+        named = next((name for name in changes if flag(name) in str(error)), None)
         raise RequestError(str(error), named) from error
 
 

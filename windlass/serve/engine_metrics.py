@@ -305,6 +305,9 @@ class EngineMetrics:
             self._deadlines.labels(*self._labels, phase).inc(added)
         if stats.slo is not None:
             self._observe_slo(stats.slo, last.slo)
+        elif last.slo is not None:  # the targets were removed
+            for gauge in (self._slo_limits, self._slo_rate, self._slo_possible):
+                gauge.clear()
         if stats.num_drafts > last.num_drafts:
             self._observe_drafts(stats, last)
         if stats.adapters is not None:

@@ -7,13 +7,13 @@ same-origin (DNS rebinding). Browsers reveal both in the Origin and Host headers
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from windlass.config import ServeConfig
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import ForeignOrigin, Problem, problem_of_status
 
@@ -21,13 +21,11 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
 
 
-def make_host_guard(live: LiveConfig) -> Callable[[ASGIApp], ASGIApp] | None:
-    """Create the middleware; None: the server's names are unknown, or browsers cannot reach it."""
-    config = live.value
+def names_of(config: ServeConfig) -> frozenset[str] | None:
+    """The server's names; None: they are unknown, or browsers cannot reach the server."""
     if not config.allowed_hosts and (config.uds is not None or not _is_loopback(config.host)):
         return None
-    hosts = _LOCAL | {_hostname(host) for host in (config.host, *config.allowed_hosts)}
-    return partial(HostGuard, hosts=hosts, config=live)
+    return _LOCAL | {_hostname(host) for host in (config.host, *config.allowed_hosts)}
 
 
 def _is_loopback(host: str) -> bool:
@@ -48,12 +46,15 @@ def _hostname(authority: str) -> str:
 
 
 class HostGuard:
-    """Middleware that answers 403 to a foreign Host or Origin."""
+    """Middleware that answers 403 to a foreign Host or Origin, while the server's names are known."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], config: LiveConfig) -> None:
+    def __init__(self, app: ASGIApp, config: LiveConfig) -> None:
         self._app = app
-        self._hosts = hosts
         self._config = config
+        config.watch(self._apply)
+
+    def _apply(self, config: ServeConfig) -> None:
+        self._names = names_of(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
@@ -64,9 +65,11 @@ class HostGuard:
             await problem.response(scope["path"])(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Problem | None:
-        hosts = headers.getlist("host")  # empty: HTTP/1.0, which no browser sends
-        for host in hosts:
-            if ANY not in self._hosts and _hostname(host) not in self._hosts:
+        names = self._names
+        if names is None:
+            return None
+        for host in headers.getlist("host"):  # none: HTTP/1.0, which no browser sends
+            if ANY not in names and _hostname(host) not in names:
                 return problem_of_status(
                     403,
                     f"this server does not answer for the host {host!r:.200}. If that is its name, "

@@ -87,6 +87,31 @@ class Keys:
         """Whether requests need a key. An admin key alone protects only the admin endpoints."""
         return bool(self.clients) or self.table is not None
 
+    # ---- the server's config -----------------------------------------------------------------
+
+    def use_config(self, config: ServeConfig) -> None:
+        """Check later changes of the keys file against `config`."""
+        if self._file is not None:
+            self._file.config = config
+
+    def check_config(self, config: ServeConfig) -> None:
+        """Raise RequestError if the budget of a tenant would never be spent with `config`."""
+        tenants = {} if self.table is None else self.table.tenants
+        names = [name for name, tenant in tenants.items() if tenant.budget is not None]
+        if names and not config.price_per_hour:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise RequestError(
+                f"price_per_hour must be above 0 while tenants have budgets in dollars ({shown}): they "
+                "would never be spent. Remove the budgets first: PATCH /admin/tenants/NAME with "
+                '{"budget": null}.',
+                "price_per_hour",
+            )
+
+    @property
+    def changing(self) -> asyncio.Lock:
+        """Held while the tenants change: hold it to check something against them and to act on it."""
+        return self._changing
+
     # ---- requests ----------------------------------------------------------------------------
 
     def sender_of(self, request: Request) -> Sender:

@@ -92,11 +92,11 @@ class _TenantEntry(_Entry):
 
 
 class KeysFile:
-    """A keys file. `config` has the options without which a budget would never be spent."""
+    """A keys file. `config`: of the server now; without its price a budget would never be spent."""
 
     def __init__(self, path: str, config: ServeConfig) -> None:
         self._path = Path(path).expanduser()
-        self._config = config
+        self.config = config
 
     @property
     def name(self) -> str:
@@ -164,9 +164,11 @@ class KeysFile:
         return table
 
     def _check_budget(self, where: str) -> None:
-        config = self._config
-        if config.price_per_hour is None:
-            raise ConfigError(f"{where}: a budget needs --price-per-hour, which costs come from.")
+        config = self.config
+        if not config.price_per_hour:
+            raise ConfigError(
+                f"{where}: a budget needs --price-per-hour above 0, which costs come from."
+            )
         if config.usage_db is None and config.data_dir is None:
             raise ConfigError(
                 f"{where}: a budget needs --usage-db FILE or --data-dir FOLDER, where the costs are "

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from windlass.config import ServeConfig
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import ConfigError
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from windlass.text.completion import Completion
@@ -30,12 +30,15 @@ _DENOMINATOR = 2**64
 
 
 class Recorder:
-    """Appends completed requests to a file up to a maximum size. Owns the open file."""
+    """Appends completed requests to a file up to a maximum size. Owns the open file.
 
-    def __init__(self, path: Path, *, share: float, max_bytes: int, tokenizer: Tokenizer) -> None:
+    The share and the maximum size are those of `config` at each request.
+    """
+
+    def __init__(self, path: Path, config: LiveConfig, tokenizer: Tokenizer) -> None:
         self._path = path
-        self._share = share
-        self._max_bytes = max_bytes
+        self._config = config
+        self._full_at: int | None = None  # the maximum size that was reached
         self._tokenizer = tokenizer
         self._open = True
         self._lock = threading.RLock()  # several threads record
@@ -49,6 +52,7 @@ class Recorder:
             raise ConfigError(
                 f"--record-traffic {path}: cannot be written: {error.strerror or error}."
             ) from error
+        share, max_bytes = config.value.record_share, config.value.record_max_bytes
         _log.info("recording %g of the traffic to %s, up to %d bytes", share, path, max_bytes)
 
     def _check_private(self) -> None:
@@ -69,7 +73,8 @@ class Recorder:
         self, body: GenerationRequest, prepared: Prepared, completions: Sequence[Completion]
     ) -> None:
         """Write a completed request if it belongs to the recorded share."""
-        if not self._open or not self.chooses(prepared.response_id):
+        is_full = self._full_at == self._config.value.record_max_bytes
+        if not self._open or is_full or not self.chooses(prepared.response_id):
             return
         records = _records(body, prepared, completions, tokenizer=self._tokenizer)
         with self._lock:
@@ -78,8 +83,13 @@ class Recorder:
     def _write(self, text: bytes) -> None:
         if not self._open:
             return
-        if os.fstat(self._file).st_size + len(text) > self._max_bytes:  # others append to it, too
-            self._stop(f"has reached --record-max-bytes ({self._max_bytes})")
+        max_bytes = self._config.value.record_max_bytes
+        if os.fstat(self._file).st_size + len(text) > max_bytes:  # others append to it, too
+            if self._full_at != max_bytes:
+                self._full_at = max_bytes
+                _log.warning(
+                    "recording stops: %s has reached --record-max-bytes (%d)", self._path, max_bytes
+                )
             return
         try:
             written = os.write(self._file, text)
@@ -92,7 +102,7 @@ class Recorder:
     def chooses(self, request_id: str) -> bool:
         """Whether a request belongs to the recorded share; depends only on its id."""
         digest = blake2b(request_id.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._share * _DENOMINATOR
+        return int.from_bytes(digest, "little") < self._config.value.record_share * _DENOMINATOR
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -108,17 +118,11 @@ class Recorder:
         self.close()
 
 
-def make_recorder(config: ServeConfig, tokenizer: Tokenizer) -> Recorder | None:
+def make_recorder(config: LiveConfig, tokenizer: Tokenizer) -> Recorder | None:
     """Create the recorder of --record-traffic; None: recording is off."""
-    if config.record_traffic is None:
+    if config.value.record_traffic is None:
         return None
-    path = Path(config.record_traffic).expanduser()
-    return Recorder(
-        path,
-        share=config.record_share,
-        max_bytes=config.record_max_bytes,
-        tokenizer=tokenizer,
-    )
+    return Recorder(Path(config.value.record_traffic).expanduser(), config, tokenizer)
 
 
 def _records(

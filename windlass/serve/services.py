@@ -250,7 +250,9 @@ def make_services(
             ),
             probes=[GenerateProbe(replica, card.tokenizer) for replica in client.replicas],
             live_costs=costs,
-            config_admin=_config_admin(live, started, client, metrics=metrics, card=card),
+            config_admin=_config_admin(
+                live, started, client, metrics=metrics, card=card, keys=keys
+            ),
             prefixes=NamedPrefixes(client, card.name, PrefixFile(_data_folder(config))),
             batches=make_batch_service(live, common.preparer),
             reports=reports,
@@ -386,8 +388,10 @@ def _config_admin(
     *,
     metrics: Metrics,
     card: ModelCard,
+    keys: Keys,
 ) -> ConfigAdmin:
-    admin = ConfigAdmin(live, started, client)
+    live.watch(keys.use_config)
+    admin = ConfigAdmin(live, started, client, check=keys.check_config)
     metrics.registry.register(ConfigMetrics(admin, card.name))
     return admin
 
@@ -436,7 +440,7 @@ def make_generation_services(
 ) -> GenerationServices:
     """Create the services of the endpoints that generate text; starts the template process."""
     config = live.value
-    recorder = make_recorder(config, card.tokenizer)
+    recorder = make_recorder(live, card.tokenizer)
     workers, source = Workers(), _template_source(card, config)
     output_format = None
     if source is not None:
