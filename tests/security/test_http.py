@@ -37,9 +37,9 @@ AMBIGUOUS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running(enable_request_id_headers=True) as server:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-process", "two-workers"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with running(enable_request_id_headers=True, http_workers=request.param) as server:
         yield server
 
 

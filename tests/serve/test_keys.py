@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,31 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, text: str, mode: int, message
     path = key_file(tmp_path, text, mode)
     with pytest.raises(ConfigError, match=f"--admin-key-file.*{message}"):
         Keys.of(ServeConfig(admin_key_file=(path,)))
+
+
+def test_a_key_file_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = key_file(tmp_path, "one", 0o600)
+    if os.geteuid() == 0:  # files of root are trusted
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(
+        ConfigError, match=rf"--api-key-file.*belongs to user.*Run: chown \d+ {path}"
+    ):
+        Keys.of(ServeConfig(api_key_file=(path,)))
+
+
+def test_a_key_file_that_others_can_replace_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    path = key_file(folder, "one", 0o600)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"--api-key-file.*Run: chmod go-w {folder}"):
+        Keys.of(ServeConfig(api_key_file=(path,)))
+    folder.chmod(0o1777)  # in a sticky folder, files are renamed by their owners only
+    Keys.of(ServeConfig(api_key_file=(path,)))
 
 
 def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:

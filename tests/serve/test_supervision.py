@@ -21,8 +21,10 @@ from tests.serve.fakes import Options, counting
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.errors import WorkerDied
-from windlass.serve.client import EngineClient
+from windlass.serve import messages
+from windlass.serve.client import EngineClient, _Flight
 from windlass.serve.health import RestartPolicy
+from windlass.serve.inbox import Inbox
 
 NUM_INNOCENTS = 20
 
@@ -35,6 +37,23 @@ def in_flight(server: Server, **body: object) -> Iterator[Callable[[], httpx.Res
         response = pool.submit(server.complete, **body)
         wait_until(lambda: server.client.num_in_flight > before)
         yield response.result
+
+
+def test_an_aborted_request_that_no_engine_has_loses_its_trace() -> None:
+    """The quarantine holds it back: no engine will send its trace, and its entry must not stay open."""
+
+    async def body() -> None:
+        client = EngineClient(counting(Options()))
+        lost: list[str] = []
+        client.on_traces_lost = lost.extend
+        request = NewRequest("held", [1, 2, 3], SamplingParams())
+        add = messages.Add(request, b"content")
+        client._flights["held"] = _Flight(add, Inbox(["held"], None))
+        client.abort("held")
+        assert lost == ["held"]
+        assert client.num_in_flight == 0
+
+    asyncio.run(body())
 
 
 def is_late(server: Server) -> bool:

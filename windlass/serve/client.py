@@ -490,6 +490,8 @@ class EngineClient(InboxReader):
 
     def _tell_abort(self, request_id: str, _completed: bool) -> None:
         flight = self._flights[request_id]
+        if flight.replica is None and self.on_traces_lost is not None:
+            self.on_traces_lost([request_id])  # no engine has it, so no trace will arrive
         if flight.replica is not None and not flight.has_finished:
             flight.replica.abort(request_id)
 

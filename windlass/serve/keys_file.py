@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from windlass.config import ServeConfig
 from windlass.errors import ConfigError, RequestError
+from windlass.folders import find_weakness, writable_by_others
 from windlass.serve.batch.database import storage_errors
 from windlass.serve.fallback import FallbackMode
 from windlass.serve.fields import unknown_field, validation_error
@@ -270,20 +271,34 @@ def _add_keys(table: TenantTable, keys: list[_KeyEntry], tenant: str, where: str
         table.keys[key.sha256] = TenantKey(id=key_id, tenant=tenant, expires=key.expires)
 
 
+def _check_private(path: Path, status: os.stat_result, name: str) -> None:
+    """Raise ConfigError if another user could have written the open file, or could replace it."""
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{name} can be written by other users. Run: chmod 600 {path}")
+    if (problem := writable_by_others(status)) is not None:
+        raise ConfigError(f"{name} {problem}. Run: chown {os.geteuid()} {path}")
+    found = find_weakness(path)
+    if found is not None:
+        above, problem = found
+        raise ConfigError(
+            f"{name}: {above} {problem}, and could put another file in its place. Run: chmod go-w "
+            f"{above}, or move the keys to a folder of your own."
+        )
+
+
 def read_private(path: str, flag: str, max_bytes: int) -> str:
-    """Read a file of keys; raises ConfigError if others can write it, or it is too large."""
+    """Read a file of keys; raises ConfigError if others can write or replace it, or it is too large."""
     name = f"{flag} {path}"
     try:
         with Path(path).open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            status = os.fstat(file.fileno())
             raw = file.read(max_bytes + 1)
         text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}.") from error
     if len(raw) > max_bytes:
         raise ConfigError(f"{name} is larger than {max_bytes} bytes: not a file of keys.")
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"{name} can be written by other users. Run: chmod 600 {path}")
-    if mode & stat.S_IROTH:
+    _check_private(Path(path), status, name)
+    if status.st_mode & stat.S_IROTH:
         _log.warning("%s can be read by other users; chmod 600 keeps the keys secret", name)
     return text
