@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -13,8 +14,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Logs the stacks of all threads, even if one never returns to Python. None: Windows has no such signal.
+DUMP_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 
 
 def start_child(process: BaseProcess) -> None:
@@ -67,6 +71,32 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def dump_stacks_on_signal() -> None:
+    """Log the stacks of all threads on DUMP_SIGNAL, and after a fatal signal."""
+    faulthandler.enable()
+    if DUMP_SIGNAL is not None:
+        faulthandler.register(DUMP_SIGNAL, chain=False)
+
+
+def children_that_dump(parent: int) -> list[int]:
+    """The child processes of `parent` that log their stacks on DUMP_SIGNAL, which would end others.
+
+    Linux tells which signals a process handles; elsewhere none are found.
+    """
+    found: list[int] = []
+    if DUMP_SIGNAL is None:
+        return found
+    for file in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in file.read_text().splitlines())
+        except (OSError, ValueError):  # it has just ended
+            continue
+        is_handled = int(fields.get("SigCgt", "0"), 16) >> (DUMP_SIGNAL - 1) & 1
+        if int(fields.get("PPid", "0")) == parent and is_handled:
+            found.append(int(file.parent.name))
+    return sorted(found)
 
 
 def ignore_signals() -> None:

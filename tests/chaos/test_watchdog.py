@@ -5,14 +5,37 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.serve.conftest import Server, running, wait_until
+from tests.serve.tiny_model import serving, write_tiny_model
+from windlass.child_process import children_that_dump
 
 
 def is_ready(server: Server) -> bool:
     return server.http.get("/health/ready").status_code == 200
+
+
+def test_the_ranks_of_a_hung_engine_log_their_stacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_tiny_model(tmp_path)
+    with serving(model, serve={"hang_timeout": 3.0}, tensor_parallel_size=2) as server:
+        pid = server.client.replicas[0].pid
+        assert pid is not None
+        [rank] = children_that_dump(pid)
+        os.kill(pid, signal.SIGSTOP)
+        text = ""
+
+        def has_stacks() -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return "in run_rank" in text
+
+        wait_until(has_stacks)
+        assert f"the stacks of rank process {rank} follow" in caplog.text
 
 
 def test_stopped_and_stuck_engines_log_their_stacks(

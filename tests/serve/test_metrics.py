@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from tests.serve.conftest import Server
 from windlass.core.types import EngineStats, ExpertStats, StepResult, Timeline
 from windlass.serve.fast_histogram import FastHistogram
 from windlass.serve.messages import Stats, decode_from_engine, encode
@@ -91,3 +92,17 @@ def test_a_fast_histogram_exports_like_a_histogram(seen: list[tuple[float, int]]
     (names, sums), (expected_names, expected_sums) = read(ours), read(reference)
     assert names == expected_names
     assert sums == pytest.approx(expected_sums)
+
+
+def test_rendering_and_tokenizing_have_histograms(server: Server) -> None:
+    def counts() -> tuple[float, float]:
+        names = ("template", "tokenize")
+        first, second = (server.metric(f"request_{name}_time_seconds_count") for name in names)
+        return first, second
+
+    templates, prompts = counts()
+    assert server.complete(max_tokens=1).status_code == 200
+    assert counts() == (templates, prompts + 1)
+    assert server.chat(max_tokens=1).status_code == 200
+    assert counts() == (templates + 1, prompts + 2)
+    assert server.metric("request_tokenize_time_seconds_sum") > 0

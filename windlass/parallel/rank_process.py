@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from windlass.child_process import die_with_parent, ignore_signals
+from windlass.child_process import die_with_parent, dump_stacks_on_signal, ignore_signals
 from windlass.errors import EngineError
 from windlass.parallel.channel import Receiver
 from windlass.parallel.place import Place
@@ -100,6 +100,7 @@ def rank_main(*session: Any) -> NoReturn:
     """Main function of a rank's process."""
     die_with_parent()
     ignore_signals()  # rank 0's parent handles them
+    dump_stacks_on_signal()
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     code = 1
     try:

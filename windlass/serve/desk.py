@@ -59,7 +59,9 @@ class Ticket:
 
     def mark(self, phase: str) -> None:
         """End a phase before the engine: the time since the phase before it."""
-        self.summary.phases.append((phase, time.monotonic()))
+        phases, now = self.summary.phases, time.monotonic()
+        self._desk.phase_ended(phase, now - (phases[-1][1] if phases else self.began))
+        phases.append((phase, now))
 
     def end(self, outcome: Outcome, *, status: int = 200, reason: str = "") -> None:
         """End with an outcome. `reason` of a success: the finish reasons of its completions."""
@@ -140,6 +142,9 @@ class Desk:
             summary.is_batch = BATCH_OWNER in request.scope
             summary.read_headers(request)
         return Ticket(self, summary)
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        self._metrics.phase_ended(phase, seconds)
 
     def close_ticket(self, ticket: Ticket) -> None:
         self._metrics.ended(ticket.summary.outcome, ticket.summary.tenant)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from typing import NoReturn
 
 import zmq
 
-from windlass.child_process import die_with_parent, ignore_signals
+from windlass.child_process import die_with_parent, dump_stacks_on_signal, ignore_signals
 from windlass.core.card import EngineReport
 from windlass.core.types import PinnedPrefix
 from windlass.engine import Engine
@@ -48,8 +47,6 @@ _LINGER_MS = 2000
 # The HTTP process considers the engine hung after `hang_timeout`, sends DUMP_SIGNAL, and kills it after
 # 1.5 times that (health.py). In between, the engine process dumps its stacks once more and exits.
 _SELF_EXIT_AFTER = 1.25
-# Logs the stacks of all threads, even if one never returns to Python. None: Windows has no such signal.
-DUMP_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +68,7 @@ def engine_main(launch: Launch, prepare: Prepare, build_pipe: Connection) -> NoR
     ignore_signals()
     # Torch's allocator would keep the memory that loading needed until the next allocation.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
-    faulthandler.enable()
-    if DUMP_SIGNAL is not None:
-        faulthandler.register(DUMP_SIGNAL, chain=False)
+    dump_stacks_on_signal()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -41,6 +41,7 @@ _LATENCY = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50),
     *(60, 120, 240, 480, 960, 1920),
 )
+_SHORT = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level, as in vLLM
 _FEW = (1, 2, 5, 10, 20, 50, 100)
 
@@ -162,6 +163,16 @@ class Metrics:
         self._inference = histogram(
             "request_inference_time_seconds", "Admission to last token.", _LATENCY
         )
+        self._before_engine = {
+            "template": histogram(
+                "request_template_time_seconds", "Rendering the chat template.", _SHORT
+            ),
+            "tokenize": histogram(
+                "request_tokenize_time_seconds",
+                "Tokenizing the prompts and checking the sampling parameters.",
+                _SHORT,
+            ),
+        }
         self._num_prompt = histogram("request_prompt_tokens", "Prompt tokens.", COUNTS)
         self._num_computed = histogram(
             "request_prefill_kv_computed_tokens",
@@ -297,6 +308,11 @@ class Metrics:
     def fell_back(self, reason: str, model: str) -> None:
         """Count an answer of a --fallback."""
         self._fallbacks.labels(self._model_name, reason, model).inc()
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        """A phase before the engine has ended; those without a histogram are in traces only."""
+        if (histogram := self._before_engine.get(phase)) is not None:
+            histogram.observe(seconds)
 
     def params(self, n: int, max_tokens: int | None) -> None:
         self._param_n.observe(n)

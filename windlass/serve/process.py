@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from windlass.child_process import start_child
+from windlass.child_process import DUMP_SIGNAL, children_that_dump, start_child
 from windlass.core.card import EngineReport
 from windlass.errors import (
     AdapterConflict,
@@ -36,11 +36,12 @@ from windlass.errors import (
 )
 from windlass.serve import messages
 from windlass.serve.journal import read_journal
-from windlass.serve.loop import DUMP_SIGNAL, Build, Launch, Prepare, engine_main
+from windlass.serve.loop import Build, Launch, Prepare, engine_main
 
 _log = logging.getLogger("windlass.serve")
 
 _LAST_MESSAGES_S = 0.1  # messages of a dying process may still be in transit
+_DUMP_GAP_S = 0.1  # between the stacks of two processes, so that they are not mixed
 _STOP_TIMEOUT_S = 5.0
 
 _BUILD_ERRORS = {
@@ -188,10 +189,19 @@ class EngineProcess:
         self._process.close()  # closes two pipes that would otherwise wait for the garbage collector
         self._journal.unlink(missing_ok=True)
 
-    def dump_stacks(self) -> None:
-        """Log the stacks of all threads; a stopped process does it when it is continued."""
-        if DUMP_SIGNAL is not None:
-            self._signal(DUMP_SIGNAL)
+    async def dump_stacks(self) -> None:
+        """Log the stacks of all threads, then those of the other ranks of this machine.
+
+        A stopped process logs them when it is continued.
+        """
+        if DUMP_SIGNAL is None or self._process.pid is None:
+            return
+        self._signal(DUMP_SIGNAL)
+        for rank in children_that_dump(self._process.pid):
+            await asyncio.sleep(_DUMP_GAP_S)
+            _log.error("the stacks of rank process %d follow", rank)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(rank, DUMP_SIGNAL)
 
     def resume(self) -> None:
         """Continue a stopped process."""

@@ -208,7 +208,7 @@ class EngineSupervisor:
                     return f"{hung} and was killed"
                 if heartbeat.is_late and not was_late and self._sleeping is None:
                     _log.error("%s; its stacks follow", hung)
-                    process.dump_stacks()
+                    await process.dump_stacks()
                 was_late = heartbeat.is_late
         finally:
             ended.cancel()
