@@ -650,6 +650,13 @@ class ServeConfig:
                 )
 
 
+def check_server(serve: ServeConfig, engine: EngineConfig) -> None:
+    """Refuse options of a server that do not fit those of its engine."""
+    if serve.lora_root and not engine.lora.enable_lora:
+        raise ConfigError("--lora-root does nothing without --enable-lora.")
+    check_slo(serve, engine.scheduler)
+
+
 def check_slo(serve: ServeConfig, scheduler: SchedulerConfig) -> None:
     """Refuse targets of latency, and their admission control, that would have no effect."""
     if serve.slo_admission and scheduler.slo_ttft_ms is None:

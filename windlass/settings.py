@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from windlass.errors import ConfigError
+
+_HIDDEN = "(set)"  # in place of keys and tokens
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"]
@@ -44,6 +46,18 @@ def flag(name: str) -> str:
 def live_fields(section: type) -> list[Field[Any]]:
     """The fields of a config dataclass that can change while the server runs."""
     return [item for item in fields(section) if item.metadata["live"]]
+
+
+def describe(item: Field[Any], value: Any, source: str) -> dict[str, Any]:
+    """A setting as GET /admin/config and `windlass config` show it, without secrets."""
+    default = {} if item.default is MISSING else item.default
+    hidden = item.metadata["secret"] and value
+    return {
+        "value": _HIDDEN if hidden else value,
+        "default": default,
+        "source": source,
+        "live": item.metadata["live"],
+    }
 
 
 def split_options(sections: Mapping[str, type], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from windlass.build import (
     open_files,
     open_model,
 )
-from windlass.config import AUTO, EngineConfig, ServeConfig, check_slo, flag
+from windlass.config import AUTO, EngineConfig, ServeConfig, check_server, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
 from windlass.machine.topology import CpuSlot
@@ -186,9 +186,7 @@ def serve(
     from windlass.serve.launch import serve as run_server
     from windlass.serve.live_config import StartConfig
 
-    if serve_config.lora_root and not config.lora.enable_lora:
-        raise ConfigError("--lora-root does nothing without --enable-lora.")
-    check_slo(serve_config, config.scheduler)
+    check_server(serve_config, config)
     files = resolve(config.model)  # a download can take minutes; a signal ends it
     for name in {files.name, *config.model.served_model_name} & config.lora.modules().keys():
         raise ConfigError(

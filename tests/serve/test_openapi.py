@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serve.browser import find_chromium, open_browser
-from tests.serve.conftest import Server, running
+from tests.serve.conftest import Server, running, wait_until
+from tests.serve.fakes import CARD
+from tests.serve.test_tools import CALL_TEXT, HERMES
+from windlass.serve import api_response_types
 from windlass.serve.response_types import ChatCompletion, Model, ModelList, TextCompletion
 
 
@@ -102,6 +107,109 @@ def test_models_have_the_described_fields(server: Server, document: dict[str, An
     Model.model_validate(server.http.get("/v1/models/counter").json(), strict=True)
     content = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ModelList"}
+
+
+class Described:
+    """Requests to a server whose answers are checked against the types of its /openapi.json."""
+
+    def __init__(self, server: Server, document: dict[str, Any]) -> None:
+        self._http = server.http
+        self._document = document
+
+    def __call__(self, method: str, template: str, id_: str = "", **options: Any) -> Any:
+        path = re.sub(r"\{\w+\}", id_, template)
+        response = self._http.request(method, path, **options)
+        assert response.status_code == 200, response.text
+        described = self._document["paths"][template][method.lower()]["responses"]["200"]
+        name = described["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        found = getattr(api_response_types, name).model_validate(response.json(), strict=True)
+        assert found.model_dump(mode="json", exclude_unset=True) == response.json()
+        return response.json()
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Described]:
+    card = replace(CARD, chat_template=HERMES)
+    with running(card=card, data_dir=str(tmp_path_factory.mktemp("data"))) as server:
+        yield Described(server, server.http.get("/openapi.json").json())
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"SAY({text})YAS"}]
+
+
+TEXTS = ("Yes.", f"<think>Hm.</think>Let me see. {CALL_TEXT}")
+FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("max_tokens", [4, 300])
+def test_responses_of_other_apis_have_the_described_fields(
+    described: Described, text: str, max_tokens: int
+) -> None:
+    messages, tool = said(text), {"type": "function", "function": FUNCTION}
+    path = "/v1/responses"
+    created = described(
+        "POST",
+        path,
+        json={
+            "input": messages,
+            "max_output_tokens": max_tokens,
+            "tools": [{"type": "function", **FUNCTION}],
+            "metadata": {"a": "b"},
+            "instructions": "Be brief.",
+        },
+    )
+    described("GET", f"{path}/{{response_id}}", created["id"])
+    described("DELETE", f"{path}/{{response_id}}", created["id"])
+    body = {"messages": messages, "max_tokens": max_tokens}
+    schema = {"name": "get_weather", "input_schema": FUNCTION["parameters"]}
+    described("POST", "/v1/messages", json={**body, "model": "counter", "tools": [schema]})
+    described("POST", "/v1/messages/count_tokens", json={"messages": messages, "model": "counter"})
+    options = {"stream": False, "model": "counter", "options": {"num_predict": max_tokens}}
+    described("POST", "/api/chat", json={"messages": messages, "tools": [tool], **options})
+    described("POST", "/api/generate", json={"prompt": messages[0]["content"], **options})
+
+
+def test_ollamas_lists_have_the_described_fields(described: Described) -> None:
+    described("GET", "/api/tags")
+    described("GET", "/api/version")
+    described("GET", "/version")
+    described("POST", "/api/show", json={"model": "counter"})
+
+
+def test_files_and_batches_have_the_described_fields(described: Described) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+    good = json.dumps({**line, "body": {"model": "counter", "prompt": "Hi", "max_tokens": 2}})
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at"}
+    form["expires_after[seconds]"] = "3600"
+    for content, status in ((good, "completed"), ("{", "failed")):
+        upload = {"data": form, "files": {"file": ("in.jsonl", content.encode())}}
+        file = described("POST", "/v1/files", **upload)
+        described("GET", "/v1/files/{file_id}", file["id"])
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        body |= {"completion_window": "24h", "metadata": {"a": "b"}}  # type: ignore[dict-item]
+        batch = described("POST", "/v1/batches", json=body)
+
+        def has_ended(batch_id: str = batch["id"], expected: str = status) -> bool:
+            found = described("GET", "/v1/batches/{batch_id}", batch_id)
+            assert found["status"] in ("validating", "in_progress", "finalizing", expected)
+            return bool(found["status"] == expected)
+
+        wait_until(has_ended)
+    described("GET", "/v1/batches")
+    described("GET", "/v1/files")
+    described("DELETE", "/v1/files/{file_id}", file["id"])
+
+
+def test_a_cancelled_batch_has_the_described_fields(described: Described) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+    slow = {"model": "counter", "prompt": "SLOW", "max_tokens": 1500, "ignore_eos": True}
+    upload = {"file": ("in.jsonl", json.dumps({**line, "body": slow}).encode())}
+    file = described("POST", "/v1/files", data={"purpose": "batch"}, files=upload)
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = described("POST", "/v1/batches", json=body)
+    described("POST", "/v1/batches/{batch_id}/cancel", batch["id"])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])

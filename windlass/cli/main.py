@@ -14,6 +14,7 @@ from windlass.cli.cluster import app as cluster
 from windlass.cli.command import PanelCommand, register
 from windlass.cli.compile import compile as compile_kernels
 from windlass.cli.doctor import doctor
+from windlass.cli.config import config
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
 from windlass.cli.generate import generate
@@ -71,6 +72,7 @@ def root(
 _MODEL_OPTIONS = [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *PARALLEL_OPTIONS]
 
 register(app, serve, [*_MODEL_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
+register(app, config, [*_MODEL_OPTIONS, *SERVE_OPTIONS, *GATE_OPTIONS])
 register(app, chat, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, generate, [*SAMPLING_OPTIONS, *_MODEL_OPTIONS])
 register(app, run_batch, [*_MODEL_OPTIONS, *RUN_BATCH_OPTIONS])

@@ -52,11 +52,11 @@ def serve(options: Options) -> int:
         serve_config,
         on_ready,
         sources=sources,
-        fallbacks=[_fallback(options, text) for text in serve_config.fallback],
+        fallbacks=[fallback_of(options, text) for text in serve_config.fallback],
     )
 
 
-def _fallback(options: Options, text: str) -> tuple[FallbackStep, EngineConfig | None]:
+def fallback_of(options: Options, text: str) -> tuple[FallbackStep, EngineConfig | None]:
     """A step of --fallback, and the config of its model; None: it has none."""
     from windlass.serve.fallback import parse_step  # imports the HTTP stack
 

@@ -11,7 +11,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -29,7 +29,7 @@ from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.logs import set_log_level
 from windlass.serve.messages import Configure
 from windlass.serve.problems import ConfigConflict
-from windlass.settings import checked, live_fields, unknown_option
+from windlass.settings import checked, describe, live_fields, unknown_option
 
 _log = logging.getLogger("windlass.serve")
 
@@ -38,7 +38,6 @@ _MAX_KEPT = 100  # changes in memory
 _MAX_FILE_BYTES = 4 * 2**20  # of the history; the file before is kept, too
 _MAX_LABEL_CHARS = 64
 _FILE_NAME = "config-history.jsonl"
-_HIDDEN = "(set)"  # in place of keys and tokens
 
 _ENGINE_SECTIONS: dict[str, Any] = get_type_hints(EngineConfig)
 _SECTIONS: dict[str, Any] = {"serve": ServeConfig, **_ENGINE_SECTIONS}
@@ -99,12 +98,9 @@ class ConfigAdmin:
         return {
             "version": self._version,
             "settings": {
-                item.name: {
-                    "value": _shown(item, values[item.name]),
-                    "default": _default(item),
-                    "source": self._sources.get(item.name, "default"),
-                    "live": item.metadata["live"],
-                }
+                item.name: describe(
+                    item, values[item.name], self._sources.get(item.name, "default")
+                )
                 for section in _SECTIONS.values()
                 for item in fields(section)
             },
@@ -282,14 +278,6 @@ def _check_slo(serve: ServeConfig, scheduler: SchedulerConfig, changes: Collecti
     except ConfigError as error:
         named = next((name for name in changes if flag(name) in str(error)), None)
         raise RequestError(str(error), named) from error
-
-
-def _default(item: Field[Any]) -> Any:
-    return {} if item.default is MISSING else item.default
-
-
-def _shown(item: Field[Any], value: Any) -> Any:
-    return _HIDDEN if item.metadata["secret"] and value else value
 
 
 def _text(value: Any) -> str:

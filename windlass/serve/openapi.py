@@ -12,6 +12,22 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
+from windlass.serve.api_response_types import (
+    AnthropicMessage,
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    DeletedResponse,
+    FileList,
+    OllamaChat,
+    OllamaModels,
+    OllamaShown,
+    OllamaText,
+    ResponseObject,
+    ServerVersion,
+    StoredFile,
+    TokenCount,
+)
 from windlass.serve.batch.routes import CreateBatchRequest
 from windlass.serve.config_admin import config_hints
 from windlass.serve.llama_api import (
@@ -141,10 +157,14 @@ _OPERATIONS = {
         _OPENAI, "Complete a text", (CompletionRequest,), (_JSON, _EVENTS), result=TextCompletion
     ),
     "POST /v1/responses": Operation(
-        _OPENAI, "Create a response", (ResponsesRequest,), (_JSON, _EVENTS)
+        _OPENAI, "Create a response", (ResponsesRequest,), (_JSON, _EVENTS), result=ResponseObject
     ),
-    "GET /v1/responses/{response_id}": Operation(_OPENAI, "Read a stored response"),
-    "DELETE /v1/responses/{response_id}": Operation(_OPENAI, "Delete a stored response"),
+    "GET /v1/responses/{response_id}": Operation(
+        _OPENAI, "Read a stored response", result=ResponseObject
+    ),
+    "DELETE /v1/responses/{response_id}": Operation(
+        _OPENAI, "Delete a stored response", result=DeletedResponse
+    ),
     "POST /v1/embeddings": Operation(
         _OPENAI, "Embed texts", (EmbeddingRequest,), result=EmbeddingList
     ),
@@ -156,23 +176,29 @@ _OPERATIONS = {
     "GET /v1/models": Operation(_OPENAI, "List the model and its adapters", result=ModelList),
     "GET /v1/models/{name}": Operation(_OPENAI, "Describe the model or an adapter", result=Model),
     "POST /v1/messages": Operation(
-        _ANTHROPIC, "Create a message", (MessagesRequest,), (_JSON, _EVENTS)
+        _ANTHROPIC,
+        "Create a message",
+        (MessagesRequest,),
+        (_JSON, _EVENTS),
+        result=AnthropicMessage,
     ),
     "POST /v1/messages/count_tokens": Operation(
-        _ANTHROPIC, "Count the tokens of a message", (CountedRequest,)
+        _ANTHROPIC, "Count the tokens of a message", (CountedRequest,), result=TokenCount
     ),
     "POST /api/chat": Operation(
-        _OLLAMA, "Answer a conversation", (OllamaChatRequest,), (_JSON, _LINES)
+        _OLLAMA, "Answer a conversation", (OllamaChatRequest,), (_JSON, _LINES), result=OllamaChat
     ),
     "POST /api/generate": Operation(
-        _OLLAMA, "Complete a text", (OllamaGenerateRequest,), (_JSON, _LINES)
+        _OLLAMA, "Complete a text", (OllamaGenerateRequest,), (_JSON, _LINES), result=OllamaText
     ),
     "POST /api/embed": Operation(_OLLAMA, "Embed texts", (OllamaEmbedRequest,)),
     "POST /api/embeddings": Operation(_OLLAMA, "Embed a text", (OllamaEmbeddingsRequest,)),
-    "POST /api/show": Operation(_OLLAMA, "Describe a model", (OllamaShowRequest,)),
-    "GET /api/tags": Operation(_OLLAMA, "List the model and its adapters"),
-    "GET /api/version": Operation(_OLLAMA, "The server's version"),
-    "POST /v1/files": Operation(_BATCHES, "Upload a file", form=_UPLOAD),
+    "POST /api/show": Operation(
+        _OLLAMA, "Describe a model", (OllamaShowRequest,), result=OllamaShown
+    ),
+    "GET /api/tags": Operation(_OLLAMA, "List the model and its adapters", result=OllamaModels),
+    "GET /api/version": Operation(_OLLAMA, "The server's version", result=ServerVersion),
+    "POST /v1/files": Operation(_BATCHES, "Upload a file", form=_UPLOAD, result=StoredFile),
     "GET /v1/files": Operation(
         _BATCHES,
         "List files",
@@ -181,14 +207,17 @@ _OPERATIONS = {
             "order": {"type": "string", "enum": ["asc", "desc"]},
             "purpose": {"type": "string"},
         },
+        result=FileList,
     ),
-    "GET /v1/files/{file_id}": Operation(_BATCHES, "Describe a file"),
+    "GET /v1/files/{file_id}": Operation(_BATCHES, "Describe a file", result=StoredFile),
     "GET /v1/files/{file_id}/content": Operation(_BATCHES, "Read a file", media=(_BYTES,)),
-    "DELETE /v1/files/{file_id}": Operation(_BATCHES, "Delete a file"),
-    "POST /v1/batches": Operation(_BATCHES, "Start a batch", (CreateBatchRequest,)),
-    "GET /v1/batches": Operation(_BATCHES, "List batches", query=_PAGE),
-    "GET /v1/batches/{batch_id}": Operation(_BATCHES, "Describe a batch"),
-    "POST /v1/batches/{batch_id}/cancel": Operation(_BATCHES, "Cancel a batch"),
+    "DELETE /v1/files/{file_id}": Operation(_BATCHES, "Delete a file", result=DeletedFile),
+    "POST /v1/batches": Operation(
+        _BATCHES, "Start a batch", (CreateBatchRequest,), result=BatchObject
+    ),
+    "GET /v1/batches": Operation(_BATCHES, "List batches", query=_PAGE, result=BatchList),
+    "GET /v1/batches/{batch_id}": Operation(_BATCHES, "Describe a batch", result=BatchObject),
+    "POST /v1/batches/{batch_id}/cancel": Operation(_BATCHES, "Cancel a batch", result=BatchObject),
     "POST /tokenize": Operation(
         _TOKENS,
         "Tokenize a text or a conversation",
@@ -215,7 +244,7 @@ _OPERATIONS = {
         _OPERATIONS_TAG, "Whether the engine has not failed for good", error="Unavailable"
     ),
     "GET /health/generate": Operation(_OPERATIONS_TAG, "Generate one token", error="Unavailable"),
-    "GET /version": Operation(_OPERATIONS_TAG, "The server's version"),
+    "GET /version": Operation(_OPERATIONS_TAG, "The server's version", result=ServerVersion),
     "GET /metrics": Operation(_OPERATIONS_TAG, "Metrics for Prometheus", media=(_TEXT,)),
     "GET /load": Operation(_OPERATIONS_TAG, "Requests in flight, running and queued"),
     "GET /memory": Operation(_OPERATIONS_TAG, "Memory by owner"),
