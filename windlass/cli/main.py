@@ -13,8 +13,8 @@ from windlass.cli.chat import chat
 from windlass.cli.cluster import app as cluster
 from windlass.cli.command import PanelCommand, register
 from windlass.cli.compile import compile as compile_kernels
-from windlass.cli.doctor import doctor
 from windlass.cli.config import config
+from windlass.cli.doctor import doctor
 from windlass.cli.eval import eval as evaluate
 from windlass.cli.flags import switch
 from windlass.cli.generate import generate
