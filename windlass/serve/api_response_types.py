@@ -150,7 +150,7 @@ class AnthropicUsage(_Response):
     output_tokens: int
 
 
-class AnthropicMessage(_Response):
+class CreatedMessage(_Response):
     """The response of /v1/messages."""
 
     id: str

@@ -13,9 +13,9 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from windlass.serve.anthropic_api import CountedRequest, MessagesRequest
 from windlass.serve.api_response_types import (
-    AnthropicMessage,
     BatchList,
     BatchObject,
+    CreatedMessage,
     DeletedFile,
     DeletedResponse,
     FileList,
@@ -180,7 +180,7 @@ _OPERATIONS = {
         "Create a message",
         (MessagesRequest,),
         (_JSON, _EVENTS),
-        result=AnthropicMessage,
+        result=CreatedMessage,
     ),
     "POST /v1/messages/count_tokens": Operation(
         _ANTHROPIC, "Count the tokens of a message", (CountedRequest,), result=TokenCount
