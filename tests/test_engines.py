@@ -20,10 +20,10 @@ from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
 from windlass.engine import Engine
 from windlass.errors import ConfigError
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.pool import Pool
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 PROMPTS = [[(7 * i + j) % 96 for j in range(1 + 5 * i)] for i in range(8)]

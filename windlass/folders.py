@@ -74,7 +74,16 @@ def check_private(*paths: Path, variable: str = _VARIABLE, use: str = "runs comp
             )
 
 
-def find_weakness(path: Path) -> tuple[Path, str] | None:
+def package_weakness(path: Path) -> str | None:
+    """How another user could change or replace an installed file; None if no user could.
+
+    Installers give files the modes of the umask, so a group without other members may write.
+    """
+    found = find_weakness(path, own_group_writes=True)
+    return None if found is None else " ".join(map(str, found))
+
+
+def find_weakness(path: Path, own_group_writes: bool = False) -> tuple[Path, str] | None:
     """Where and how another user could change or replace a file; None if no user could.
 
     Windows is not checked: its access control lists are no modes.
@@ -82,7 +91,11 @@ def find_weakness(path: Path) -> tuple[Path, str] | None:
     if not hasattr(os, "geteuid"):
         return None
     try:
-        problem = writable_by_others(path.stat())
+        status = path.stat()
+        problem = writable_by_others(status)
+        if problem is not None and own_group_writes and _is_own_group(status.st_gid):
+            mode = stat.S_IMODE(status.st_mode)
+            problem = _describe(mode & ~stat.S_IWGRP, mode, status.st_uid)
     except OSError:  # missing or unreadable, so nothing can be loaded from it
         return None
     if problem is not None:

@@ -20,7 +20,7 @@ from windlass.cli.chat import interruptible
 from windlass.cli.prompts import jobs_from_file, parse_line
 from windlass.core.expert_load import ExpertLoad, read_placements
 from windlass.errors import RequestError
-from windlass.kernels.native.compiled import find_compilers
+from windlass.kernels.native.compiler import find_compilers
 
 DUMMY = ("--load-format", "dummy", "--num-blocks", "64", "--num-threads", "1")
 

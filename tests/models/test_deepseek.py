@@ -22,7 +22,7 @@ from windlass.cli.model_report import examine
 from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
 from windlass.errors import UnsupportedError
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.layers.linear import Linear
 from windlass.lora.peft import linear_shapes
 from windlass.models.families.registry import read_hparams
@@ -170,7 +170,7 @@ def test_deterministic_requests_do_not_depend_on_the_batch(tmp_path: Path) -> No
     assert run(other, PROMPTS, deterministic=True)[:1] == alone
 
 
-@pytest.mark.skipif(not compiled.find_compilers()[0], reason="no C++ compiler")
+@pytest.mark.skipif(not find_compilers()[0], reason="no C++ compiler")
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_the_recorded_program_gives_the_tokens_of_eager_steps(kv: str, tmp_path: Path) -> None:
     family, changes = CASES["V2 Lite"]

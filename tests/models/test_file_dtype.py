@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.quant.folders import IDS, loaded, logits, write_plain
 from windlass import LLM, SamplingParams
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.layers.embedding import Embedding, TiedEmbedding
 from windlass.layers.linear import Linear
 
 # Relative to the logits' norm: the same float32 GEMMs with another order of sums.
 SUMS = 1e-5
 
-pytestmark = pytest.mark.skipif(not compiled.find_compilers()[0], reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not find_compilers()[0], reason="no C++ compiler")
 
 
 def converted(folder: Path, dtype: torch.dtype) -> Path:

@@ -20,7 +20,7 @@ from tests.quant.blocks import weights_of
 from tests.quant.folders import IDS, loaded, logits
 from windlass import LLM, SamplingParams
 from windlass.kernels.linears import Linears
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.reference_linear import form_bytes
 from windlass.layers.linear import Linear
 from windlass.quant.gguf import KINDS
@@ -29,7 +29,7 @@ from windlass.quant.gguf_blocks import pack
 CPU = torch.device("cpu")
 # Of the norm of a product whose inputs are rounded to int8, and of logits behind two layers of them.
 ROUNDED, ROUNDED_LOGITS = 0.012, 0.05
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 

@@ -15,7 +15,7 @@ from windlass import LLM, SamplingParams
 from windlass.build import Source, build_engine
 from windlass.config import EngineConfig
 from windlass.core.types import NewRequest
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.native.program import ProgramLimits, record
@@ -23,7 +23,7 @@ from windlass.kernels.native.record import Unrecordable
 from windlass.models.card import load_hparams
 from windlass.models.source import resolve
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 PROMPTS = [PROMPT, *SIBLINGS]

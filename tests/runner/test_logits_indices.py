@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.lora.adapters import ALL, Parts, make_adapter
 from tests.quant.folders import IDS, write_plain
 from windlass.core.types import RowResult, StepOptions
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.runner.drafter import DrafterInputs
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 ONE = make_adapter("one", ALL, 1)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.kernels.native.compiled import NativeUnavailable, load
+from windlass.kernels.native.compiled import load
+from windlass.kernels.native.compiler import NativeUnavailable
 from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.codes import quantise
 from windlass.lora.stored import Array, StoredAdapter, StoredWeights

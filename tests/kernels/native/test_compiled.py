@@ -14,12 +14,13 @@ import torch
 from tests.test_folders import make_foreign
 from windlass.errors import ConfigError
 from windlass.kernels.native import compiled
-from windlass.kernels.native.compiled import NativeUnavailable, load
+from windlass.kernels.native.compiled import load
+from windlass.kernels.native.compiler import NativeUnavailable, find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Int8Group
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 needs_compiler = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 _TINY = 'extern "C" const char* windlass_simd() { return "tiny"; }\n'

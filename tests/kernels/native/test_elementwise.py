@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_ops import normal
 from windlass.kernels import reference
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Pool, Workers
@@ -20,7 +20,7 @@ from windlass.kernels.native.program import ProgramInputs, ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.kernels.reference import ActivationKind
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order

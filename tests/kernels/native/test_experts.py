@@ -19,8 +19,8 @@ from tests.kernels.divided_experts import check_choice, held
 from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_linear import codebook, int4, int8, table4
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
-from windlass.kernels.native import compiled
 from windlass.kernels.native.commands import Step
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.experts import NativeExperts
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.ops import NativeOps
@@ -29,7 +29,7 @@ from windlass.kernels.native.program import ProgramInputs, ProgramLimits, record
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.reference_experts import activate, expert_rows, route
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CPU = torch.device("cpu")

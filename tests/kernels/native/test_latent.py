@@ -12,10 +12,10 @@ from tests.kernels.test_latent import make_weights
 from windlass.core.mla import LatentHeads
 from windlass.kernels import latent, reference
 from windlass.kernels.batch import LayerKV
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.ops import NativeOps
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 SMALL = LatentHeads(num_q=3, nope_dim=16, rope_dim=8, rank=24, value_dim=20)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.native.backends import PORTABLE, Backend
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Pool, Workers
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, Packed, Table4
@@ -38,7 +38,7 @@ SUM_TOLERANCE = 1e-5  # of |x| @ |w|: float32 sums in another order
 QUANTISED = 0.012  # of the norm of the result: normal inputs quantised to int8
 QUANTISED_TWICE = 1e-4  # inputs quantised twice: 5.3e-5 with outliers
 OUTLIER = 16.0  # kOutlier of panels.cpp
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 

@@ -16,10 +16,10 @@ from tests.kernels.test_mamba import (
     weights_of,
 )
 from windlass.kernels import mamba
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.ops import NativeOps
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 

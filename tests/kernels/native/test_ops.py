@@ -17,14 +17,14 @@ from windlass.core.types import NO_BLOCK
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
-from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.ops import choose_ops
 from windlass.kernels.packed import Int4Group, Int8Group, Table4
 from windlass.kernels.select import Need
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 in another order

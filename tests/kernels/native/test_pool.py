@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.kernels.native.compiled import NativeUnavailable, load
+from windlass.kernels.native.compiled import load
+from windlass.kernels.native.compiler import NativeUnavailable
 from windlass.kernels.native.pool import Pool, Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

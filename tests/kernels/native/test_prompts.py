@@ -23,8 +23,8 @@ from tests.kernels.native.test_linear import (
     int4,
     quantise_blocks,
 )
-from windlass.kernels.native import compiled
 from windlass.kernels.native.commands import Step
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Int4Group
@@ -32,7 +32,7 @@ from windlass.kernels.packed import Int4Group
 BLOCK = 192  # kPromptBlock of prompt_panels.h
 LIMITS = (4.0, 4.5)  # kOutlier and kOutlierOfOthers of prompt_panels.cpp
 QUANTISED = 0.02  # of the norm of the result: inputs and weights quantised to int8
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 

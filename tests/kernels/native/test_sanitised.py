@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.kernels.native.backends import SelfTest
-from windlass.kernels.native.compiled import find_compilers, machine_flags
+from windlass.kernels.native.compiler import find_compilers, machine_flags
 
 _FLAGS = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _COMPILERS, _ = find_compilers()

@@ -27,8 +27,8 @@ from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
 from windlass.kernels.lora import Lora, ReferenceLora
-from windlass.kernels.native import compiled
 from windlass.kernels.native.commands import Step
+from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.lora import NativeLora
 from windlass.kernels.native.ops import NativeOps
@@ -38,7 +38,7 @@ from windlass.kernels.reference_linear import ReferenceLinear
 from windlass.runner import filters
 from windlass.runner.adapters import grouped
 
-_COMPILERS, _ = compiled.find_compilers()
+_COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 BITS = {

@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU, shipped as source and compiled for the machine at first use."""
+"""C++ kernels for the CPU, shipped as source and, in a wheel for a platform, compiled."""

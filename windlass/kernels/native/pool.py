@@ -18,7 +18,8 @@ import torch
 
 from windlass.errors import OutOfMemory, WorkerDied
 from windlass.kernels.native.commands import Call, Command, Step
-from windlass.kernels.native.compiled import Native, NativeUnavailable, load
+from windlass.kernels.native.compiled import Native, load
+from windlass.kernels.native.compiler import NativeUnavailable
 
 _log = logging.getLogger("windlass.kernels")
 

@@ -23,7 +23,8 @@ from typing import Any, cast
 
 from windlass.errors import ConfigError
 from windlass.folders import cache_dir, find_weakness, triton_cache_dir
-from windlass.kernels.native.compiled import cached_library, find_compilers
+from windlass.kernels.native.compiled import ready_library
+from windlass.kernels.native.compiler import find_compilers
 from windlass.machine.cgroup import ROOT, memory_limit
 from windlass.machine.topology import Topology, read_topology
 from windlass.tools.common.record import cpu_name
@@ -351,7 +352,7 @@ def _native() -> NativeKernels:
     compiler = compilers[0].version if compilers else None
     problem = shown("; ".join(problems)) if not compilers else None
     try:
-        library = cached_library()
+        library = ready_library()
     except ConfigError as error:  # another user could have written it: a folder has the reason
         return NativeKernels(compiler, problem, None, None, shown(str(error).partition(". ")[0]))
     if library is None:

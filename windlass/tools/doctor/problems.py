@@ -170,7 +170,7 @@ def _compiler(found: Findings) -> Iterator[Problem]:
             "slower",
             f"no C++ compiler ({native.compiler_problem}) and no library of CPU kernels, so torch's "
             "operators compute",
-            "apt install g++ (dnf install gcc-c++), or set CXX",
+            "apt install g++ (dnf install gcc-c++), set CXX, or install the wheel for this platform",
         )
 
 
