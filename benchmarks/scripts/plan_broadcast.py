@@ -23,8 +23,8 @@ from typing import Any
 from windlass.core.types import Row, SlotId, StepPlan, StepResult
 from windlass.errors import EngineError, WorkerDied
 from windlass.parallel.channel import Receiver, Sender, make_ring
-from windlass.parallel.rendezvous import keep_alive
 from windlass.runner.worker import Followers, Worker
+from windlass.sockets import keep_alive
 from windlass.tools.common.record import Record
 
 _WARM_UP, _REPEATS = 50, 1000
