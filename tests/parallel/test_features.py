@@ -27,14 +27,16 @@ from tests.parallel.test_matrix import (
     results,
 )
 from tests.runner import test_reasoning_budget
+from tests.serve.conftest import wait_until
 from tests.speculative import test_mtp
 from tests.speculative.test_speculation import verify_all
 from tests.tools.plan.test_scaling import MLA, model_of, step_work
 from windlass import LLM, BeamSearchParams, SamplingParams
 from windlass.core.speculation import governor
-from windlass.core.types import Draft, StepPlan, TokenLogprob
+from windlass.core.types import Draft, StepPlan, TierStats, TokenLogprob
 from windlass.models.rank_weights import RankShape
 from windlass.runner.collectives import SharedMemoryGroup
+from windlass.tiers.disk_files import fingerprint_folders
 
 __all__ = ["verify_all"]
 
@@ -116,6 +118,39 @@ def test_every_rank_has_the_kv_records_of_its_slice(mesh: str, tmp_path: Path) -
     llm.engine.reset_prefix_cache()
     assert llm.engine.stats().tiers[0].num_records == 0
     assert_equal(results(llm), want)
+
+
+@pytest.mark.parametrize("mesh", ["tp", "pp"])
+def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path) -> None:
+    """A record that one rank has lost is a miss on all."""
+    family("dense", tmp_path)
+    want = results(make(tmp_path, 1, load_format="dummy"))
+    root = tmp_path / "cache"
+    options = {**MESHES[mesh], "load_format": "dummy", "prefix_cache_dir": str(root)}
+
+    num_full = sum(len(prompt) // 16 for prompt in PROMPTS)
+
+    def files() -> list[list[Path]]:
+        """The records of each rank."""
+        return [sorted(each.glob("*.kv")) for each in fingerprint_folders(root).values()]
+
+    def run() -> TierStats:
+        llm = make(tmp_path, **options)
+        assert_equal(results(llm), want)
+        llm.engine.finish_moves()
+        (disk,) = (each for each in llm.engine.stats().tiers if each.name == "disk")
+        return disk
+
+    assert run().num_loads == 0
+    wait_until(lambda: [len(each) for each in files()] == [num_full] * 2)
+    first, second = files()
+    assert {each.name for each in first} == {each.name for each in second}
+    warm = run()
+    assert warm.num_hit_tokens > 0
+    assert warm.num_failures == 0
+    for file in second:
+        file.unlink()
+    assert run().num_hit_tokens == 0
 
 
 def test_collectives_of_steps_are_those_of_the_formula(

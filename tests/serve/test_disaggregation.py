@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Server, wait_until
-from tests.serve.tiny_model import serving, write_tiny_model
+from tests.serve.tiny_model import serving, write_tiny_adapter, write_tiny_model
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -163,3 +163,28 @@ def test_a_killed_prefill_engine_hands_over_again_after_its_restart(
     assert reply["choices"] == together.complete(**body).json()["choices"]
     assert explained(apart, reply)["handover"]["engines"] == 2
     wait_until(lambda: peer_loads(apart) > before)
+
+
+def test_adapters_and_http_workers(folder: Path, tmp_path: Path) -> None:
+    """The blocks of an adapter are not those of the model, and requests of HTTP workers are split, too."""
+    adapter = write_tiny_adapter(tmp_path / "adapter")
+    engine = {"num_threads": 1, "block_size": 16, "enable_lora": True}
+    engine["lora_modules"] = (f"tuned={adapter}",)
+    apart = {"data_parallel_size": 2, "prefill_replicas": 1, "min_prefill_tokens": 32}
+    workers = {"http_workers": 2}
+    with (
+        serving(folder, serve=workers, **engine, **apart, kv_transfer_gb=0.02) as split,
+        serving(folder, **engine) as whole,
+    ):
+        base = whole.http.get("/v1/models").json()["data"][0]["id"]
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        found = {}
+        for model in (base, "tuned"):
+            full = {**body, "model": model}
+            replies = [each.complete(**full).json() for each in (split, whole)]
+            assert replies[0]["choices"] == replies[1]["choices"]
+            assert replies[0]["usage"] == replies[1]["usage"]
+            assert explained(split, replies[0])["handover"]["engines"] == 2
+            found[model] = replies[0]["choices"][0]["token_ids"]
+        assert found[base] != found["tuned"]
+        assert split.metric("handovers_total", result="handed over") == 2
