@@ -70,7 +70,7 @@ def _compile(case: Case, gpu: Gpu, folder: Path, stages: int | None = None) -> C
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, key in enumerate(names)
-        if full[key].startswith("*") or key in _ALIGNED
+        if full[key].startswith("*") or (key in _ALIGNED and full[key] != "constexpr")
     }
     # A pointer that is not in the signature is None.
     absent = {key: None for key, kind in full.items() if kind == "constexpr"}

@@ -25,6 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.triton.reduce import SplitWorkspace
 
+# Triton 3.6 calls it thread_barrier.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 MAX_ROWS = 512  # more rows share a dequantised weight
 _OUTPUTS = 64  # of a program
 _STEP = 64  # bytes of codes per output in one step: 128 inputs
@@ -129,7 +132,7 @@ def _store(out, acc, partial_sums, counter, split, splits, row, output, M, N, SP
         gl.store(
             partial_sums + split * M * N + rows[None, :] * N + outputs[:, None], acc, mask=mask
         )
-        gl.thread_barrier()
+        _barrier()
     rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     outputs = output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     mask = (rows < M)[None, :] & (outputs < N)[:, None]
@@ -198,7 +201,7 @@ def int4_wide_kernel(
             next_high = next_high * s2[:, None] + o2[:, None]
             # The operands of the last step stay in registers until it is computed.
             acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
-            gl.thread_barrier()
+            _barrier()
             ahead = step + STAGES - 1
             _fill(
                 inputs, weight, x_tiles, w_tiles, arrived, ahead % STAGES, output, row,
