@@ -166,9 +166,9 @@ def test_an_engine_has_one_pool(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     counts: list[int] = []
     make = Pool.__init__
 
-    def counted(self: Pool, native: Any, num_threads: int) -> None:
+    def counted(self: Pool, native: Any, num_threads: int, *cpus: Any) -> None:
         counts.append(num_threads)
-        make(self, native, num_threads)
+        make(self, native, num_threads, *cpus)
 
     monkeypatch.setattr(Pool, "__init__", counted)
     options = {"quantization": "int4", "enable_lora": True, "num_threads": 2}

@@ -24,7 +24,6 @@ from windlass.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from windlass.serve.tools import read_tools, tool_use, with_decoded_calls
 from windlass.text.beam_search import BeamSearch, BeamSearchParams, FinishedBeam, output_of
 from windlass.text.chat_output import ChatOutput, chat_output
 from windlass.text.chat_template import ChatTemplate
@@ -157,6 +156,8 @@ class LLMRequests:
         options: ChatOptions,
     ) -> list[Chat]:
         """Render conversations with the model's chat template, for `groups` to complete."""
+        from windlass.serve.tools import read_tools, tool_use
+
         tools = read_tools(options.tools or ())
         use = tool_use(tools, options.tool_choice, options.parallel_tool_calls)
         shown = () if use is None else use.for_template()
@@ -197,6 +198,8 @@ class LLMRequests:
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Render conversations with the model's chat template."""
+        from windlass.serve.tools import with_decoded_calls
+
         if self._template is None:
             raise RequestError(
                 f"the model {self._card.name!r} has no chat template; use generate() instead.",

@@ -20,6 +20,7 @@ from windlass.folders import triton_cache_dir
 from windlass.kernels import triton
 from windlass.serve.batch.store import Store
 from windlass.serve.listener import bind
+from windlass.serve.live_config import LiveConfig
 from windlass.serve.record import make_recorder
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
@@ -75,7 +76,7 @@ def test_traffic_is_not_recorded_into_a_file_that_others_can_read(tmp_path: Path
     planted = tmp_path / "traffic.jsonl"
     planted.touch()
     planted.chmod(0o666)
-    config = ServeConfig(record_traffic=str(planted))
+    config = LiveConfig(ServeConfig(record_traffic=str(planted)))
     with pytest.raises(ConfigError, match="chmod 600"):
         make_recorder(config, CARD.tokenizer)
     planted.unlink()
@@ -90,7 +91,7 @@ def test_files_of_other_users_are_refused(tmp_path: Path) -> None:
     planted.touch(mode=0o600)
     os.chown(planted, 12345, -1)
     with pytest.raises(ConfigError, match="owner 12345"):
-        make_recorder(ServeConfig(record_traffic=str(planted)), CARD.tokenizer)
+        make_recorder(LiveConfig(ServeConfig(record_traffic=str(planted))), CARD.tokenizer)
     folder = tmp_path / "data"
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, -1)

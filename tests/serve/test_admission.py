@@ -183,7 +183,8 @@ def test_an_aborted_request_takes_no_place_in_the_queue() -> None:
         assert pid is not None
         body = {"prompt": "SLOW", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as streamed:
-            assert next(streamed.iter_lines()).startswith("data: ")
+            lines = streamed.iter_lines()  # httpx closes a response whose iterator is gone
+            assert next(lines).startswith("data: ")
             wait_until(lambda: server.client.backlog.num_running == 1)
             os.kill(pid, signal.SIGSTOP)
         try:

@@ -47,8 +47,9 @@ def explained(server: Server, reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def peer_loads(server: Server) -> int:
-    (tier,) = (each for each in server.client.replicas[1].stats.tiers if each.name == "peer")
-    return tier.num_loads
+    """0 before the first report of the engine."""
+    tiers = server.client.replicas[1].stats.tiers
+    return sum(each.num_loads for each in tiers if each.name == "peer")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from windlass import build
+from windlass import start
 from windlass.cli.main import app
 
 Serve = Callable[..., tuple[int, str]]
@@ -17,7 +17,7 @@ Serve = Callable[..., tuple[int, str]]
 @pytest.fixture
 def serve(toy: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Run `windlass serve` up to the start of the server, which exits with code 77."""
-    monkeypatch.setattr(build, "serve", lambda *_, **__: 77)
+    monkeypatch.setattr(start, "serve", lambda *_, **__: 77)
 
     def run(*args: object) -> tuple[int, str]:
         fixed = ["serve", toy, "--load-format", "dummy", "--num-threads", "1"]
