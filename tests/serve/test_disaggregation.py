@@ -46,9 +46,9 @@ def explained(server: Server, reply: dict[str, Any]) -> dict[str, Any]:
     return server.http.get(f"/v1/requests/{reply['id']}/explain").json()["completions"][0]
 
 
-def peer_loads(server: Server) -> int:
+def peer_loads(server: Server, replica: int = 1) -> int:
     """0 before the first report of the engine."""
-    tiers = server.client.replicas[1].stats.tiers
+    tiers = server.client.replicas[replica].stats.tiers
     return sum(each.num_loads for each in tiers if each.name == "peer")
 
 
