@@ -13,13 +13,14 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from windlass.build_peers import RemotePeers, SharedRings, join_hosts, join_replicas
 from windlass.config import EngineConfig, Limits
 from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
@@ -35,12 +36,10 @@ from windlass.models.card import load_card, open_checkpoint, read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
 from windlass.models.stages import check_stages
-from windlass.parallel.segment import Segment
 from windlass.start_log import start_log
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
-from windlass.tiers.peer import FINGERPRINT_BYTES
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
@@ -217,10 +216,8 @@ def _build_engine(
         config = _resolve_speculation(config, source, choose_device(config.model).type)
         if ranks is None:
             rank = _build_rank(config, source, log, weights=weights)
-            if isinstance(shared, SharedRings):
-                rank = replace(rank, peers=_join_peers(rank, shared))
-            elif shared is not None:
-                rank = _join_hosts(rank, source, shared)
+            if shared is not None:
+                rank = _join_peers(rank, source, shared)
             return _finish(rank, source, log, requested_spec)
         from windlass.parallel.groups import connect
         from windlass.runner.device import claim_gpu, claimed_cpus
@@ -408,55 +405,15 @@ def _open_tiers(
     return tiers
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRings:
-    """Memory of one server in which replica `index` writes or reads KV blocks."""
-
-    index: int
-    rings: Mapping[int, Segment]  # by the replica that writes
-
-
-def _join_peers(rank: _Rank, shared: SharedRings) -> EnginePeers:
-    """Add the store between prefill and decode engines to the tiers."""
-    from windlass.runner.kv_records import RecordLayout
-    from windlass.tiers.peer import LocalSource, PeerExport, PeerStore, RecordRing
-
-    assert rank.tiers is not None
-    record_bytes = RecordLayout([rank.made.cache]).record_bytes
-    fingerprint = bytes(FINGERPRINT_BYTES)  # all replicas have one config
-    rings = {str(index): RecordRing(ring.map) for index, ring in shared.rings.items()}
-    own = str(shared.index)
-    if own in rings:
-        export = PeerExport(
-            rings[own], source=own, record_bytes=record_bytes, fingerprint=fingerprint
-        )
-        rank.tiers.share(export)
-        return EnginePeers(export=export)
-    sources = {name: LocalSource(ring, fingerprint) for name, ring in rings.items()}
-    imports = PeerStore(sources, record_bytes=record_bytes)
-    rank.tiers.share(imports)
-    return EnginePeers(imports=imports)
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePeers:
-    """How a prefill engine and decode engines on other hosts exchange KV blocks."""
-
-    ring: Segment | None  # the memory that a prefill engine writes; None: a decode engine reads
-    secret: bytes = field(repr=False)  # of the cluster
-
-
-def _join_hosts(rank: _Rank, source: Source, shared: RemotePeers) -> _Rank:
-    """Add the store between this engine and those of other hosts to the tiers."""
-    from windlass.handshake import Identity
+def _join_peers(rank: _Rank, source: Source, shared: SharedRings | RemotePeers) -> _Rank:
+    """Add the store of KV blocks that this engine shares with others to its tiers."""
     from windlass.runner.disk_tier import kv_fingerprint
     from windlass.runner.kv_records import RecordLayout
-    from windlass.tiers.fingerprint import digest_of
-    from windlass.tiers.peer import PeerExport, PeerStore, RecordRing
-    from windlass.tiers.peer_link import RemoteSource
 
     assert rank.tiers is not None
     record_bytes = RecordLayout([rank.made.cache]).record_bytes
+    if isinstance(shared, SharedRings):
+        return replace(rank, peers=join_replicas(shared, rank.tiers, record_bytes))
     fingerprint = kv_fingerprint(
         rank.config,
         source.files,
@@ -466,23 +423,14 @@ def _join_hosts(rank: _Rank, source: Source, shared: RemotePeers) -> _Rank:
         on_many_hosts=True,
     )
     facts = fingerprint.facts(record_bytes)
-    if shared.ring is not None:
-        export = PeerExport(
-            RecordRing(shared.ring.map),
-            source="",  # the decode server names it by its address
-            record_bytes=record_bytes,
-            fingerprint=digest_of(facts),
-        )
-        rank.tiers.share(export)
-        return replace(rank, peers=EnginePeers(export=export), kv_facts=facts)
-    imports = PeerStore(
-        {},
+    peers = join_hosts(
+        shared,
+        rank.tiers,
         record_bytes=record_bytes,
-        connect=partial(RemoteSource, identity=Identity(facts, shared.secret)),
+        facts=facts,
         limit_s=rank.config.parallel.kv_transfer_timeout,
     )
-    rank.tiers.share(imports)
-    return replace(rank, peers=EnginePeers(imports=imports), kv_facts=facts)
+    return replace(rank, peers=peers, kv_facts=facts)
 
 
 def _finish(

@@ -9,8 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.build import (
-    RemotePeers,
-    SharedRings,
     Source,
     build_for_process,
     build_worker,
@@ -18,6 +16,7 @@ from windlass.build import (
     open_files,
     open_model,
 )
+from windlass.build_peers import RemotePeers, SharedRings
 from windlass.config import AUTO, EngineConfig, ServeConfig, check_server, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError

@@ -188,18 +188,12 @@ class FleetClient(InboxReader):
 
     # ---- requests ----------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self, *requests: NewRequest, tracked: bool = True, replica: str = ""
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all `requests`; closing the generator aborts the unfinished ones."""
-        inbox = self._submit(
-            requests, Inbox(each.request_id for each in requests), tracked, replica
-        )
-        try:
-            while (output := await self.next(inbox)) is not None:
-                yield output
-        finally:
-            self.drop(inbox)
+        inbox = Inbox(each.request_id for each in requests)
+        return self._outputs_of(lambda: self._submit(requests, inbox, tracked, replica))
 
     def submit(
         self,

@@ -280,19 +280,14 @@ class EngineClient(InboxReader):
 
     # ---- requests ----------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self, *requests: NewRequest, tracked: bool = True, replica: Replica | None = None
     ) -> AsyncGenerator[Output, None]:
         """Yield the outputs of all `requests`; closing the generator aborts the unfinished ones.
 
         An error of one request is raised and ends all. `Output.request_id` identifies the request.
         """
-        inbox = self.submit(requests, tracked, replica=replica)
-        try:
-            while (output := await self.next(inbox)) is not None:
-                yield output
-        finally:
-            self.drop(inbox)
+        return self._outputs_of(lambda: self.submit(requests, tracked, replica=replica))
 
     def submit(
         self,

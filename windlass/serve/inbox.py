@@ -6,7 +6,7 @@ import asyncio
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 from windlass.core.types import Output
 from windlass.errors import EngineError
@@ -101,6 +101,18 @@ class InboxReader(ABC):
                     raise item.exception()
             return item
         return None
+
+    async def _outputs_of(self, submit: Callable[[], Inbox]) -> AsyncGenerator[Output, None]:
+        """Send requests when the first output is read, and yield the outputs of all.
+
+        Closing the generator aborts the unfinished requests.
+        """
+        inbox = submit()
+        try:
+            while (output := await self.next(inbox)) is not None:
+                yield output
+        finally:
+            self.drop(inbox)
 
     def drop(self, inbox: Inbox) -> None:
         """Abort the requests of the inbox that have not ended."""

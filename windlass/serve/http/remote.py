@@ -56,15 +56,8 @@ class RemoteClient(InboxReader):
         if self.state.refusal is not None:
             raise self.state.refusal.error()
 
-    async def generate(
-        self, *requests: NewRequest, tracked: bool = True
-    ) -> AsyncGenerator[Output, None]:
-        inbox = self.submit(requests, tracked)
-        try:
-            while (output := await self.next(inbox)) is not None:
-                yield output
-        finally:
-            self.drop(inbox)
+    def generate(self, *requests: NewRequest, tracked: bool = True) -> AsyncGenerator[Output, None]:
+        return self._outputs_of(lambda: self.submit(requests, tracked))
 
     def submit(
         self,
