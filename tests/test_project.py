@@ -111,12 +111,25 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Free the parsed files, which are hundreds of MB, after the last test."""
+    yield
+    parse.cache_clear()
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, including in functions and for type checking."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -38,6 +38,7 @@ ALLOWED = {
 }
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_ANY = re.compile(rf"\b({'|'.join(RETIRED)})\b")  # one search of a text is quicker than many
 _PATTERNS = {re.compile(rf"\b({pattern})\b"): word for pattern, word in RETIRED.items()}
 
 
@@ -58,7 +59,10 @@ def words_of(text: str) -> str:
 
 
 def retired_in(text: str) -> Iterator[str]:
-    for number, line in enumerate(words_of(text).splitlines(), start=1):
+    words = words_of(text)
+    if _ANY.search(words) is None:
+        return
+    for number, line in enumerate(words.splitlines(), start=1):
         for pattern, replacement in _PATTERNS.items():
             for match in pattern.finditer(line):
                 yield f"line {number}: {match[0]!r} (write: {replacement})"
