@@ -16,6 +16,8 @@
     ├── DeadlineExceeded     a request's deadline has passed, or cannot be met any more
     ├── OutOfMemory          a step did not fit into device memory; a smaller one may
     └── WorkerDied           the engine process has ended
+        ├── EngineCrashed    it ended while it ran this request
+        └── RanTwice         two processes have ended with this request, which does not run again
 
 A message states what happened, with the values, and what to do.
 """
@@ -91,3 +93,11 @@ class OutOfMemory(EngineError):
 
 class WorkerDied(EngineError):
     """The engine process ended while requests were in flight."""
+
+
+class EngineCrashed(WorkerDied):
+    """The engine process ended while it was running this request."""
+
+
+class RanTwice(WorkerDied):
+    """Two processes have ended with this request; it does not run again."""

@@ -92,7 +92,18 @@ def test_all_fields(tmp_path: Path) -> None:
             "data_parallel_size cannot be set here: a fleet has `replicas:`",
         ),
         ({"serve": {"port": 1}}, "serve: port cannot be set here"),
-        ({"serve": {"fallback": ["b"]}}, "a replica of a fleet has one model"),
+        ({"serve": {"fallback": ["b"]}}, "write `fallbacks:` in the model"),
+        ({"models": [{**MODEL, "fallbacks": ["b"]}]}, "'b' is not another model of the fleet"),
+        ({"models": [{**MODEL, "fallbacks": ["chat"]}]}, "'chat' is not another model"),
+        (
+            {"models": [{**MODEL, "fallbacks": ["b", "b"]}, {"name": "b"}]},
+            "fallbacks: 'b' is there twice",
+        ),
+        ({"models": [{**MODEL, "fallbacks": [{}]}]}, "expected model: NAME, max_tokens: N"),
+        (
+            {"models": [{**MODEL, "fallbacks": [{"modle": "b"}]}]},
+            "models.0.fallbacks.0: unknown field 'modle'. Did you mean 'model'?",
+        ),
         ({"serve": {"ssl_certfile": "a"}}, "put TLS in front of it"),
         (
             {"prices": {"gpu_hour": -1}},

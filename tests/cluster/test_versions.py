@@ -12,8 +12,9 @@ from windlass.cluster.fleet import Fleet
 from windlass.cluster.rollout import RolloutState, Target
 from windlass.cluster.split import Outcomes, VersionedFront, goes_to_next
 from windlass.cluster.versions import FleetState, ModelState, Version, first_state, next_state
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, RanTwice
 from windlass.serve.metrics import Outcome
+from windlass.serve.problems import problem_of
 from windlass.serve.summary import RequestSummary
 
 
@@ -148,8 +149,8 @@ def test_outcomes() -> None:
 class FakeFront:
     """Answers with a status; the new version fails."""
 
-    def __init__(self, version: Version, status: int) -> None:
-        self.version, self.status = version, status
+    def __init__(self, version: Version, status: int, headers: Any = ()) -> None:
+        self.version, self.status, self.headers = version, status, headers
         self.on_end: Any = None
         self.max_body_bytes = 1000
         self.names = {"chat"}
@@ -157,6 +158,9 @@ class FakeFront:
         self.is_closed = False
 
     def start(self) -> None: ...
+
+    def knows(self, response_id: str) -> bool:
+        return bool(response_id)
 
     async def score(self, prompt: str, answer: str) -> float:
         raise NotImplementedError(prompt, answer)
@@ -167,7 +171,8 @@ class FakeFront:
     async def app(self) -> Any:
         async def answer(_scope: Any, receive: Any, send: Any) -> None:
             self.bodies.append((await receive())["body"])
-            await send({"type": "http.response.start", "status": self.status})
+            start = {"type": "http.response.start", "status": self.status, "headers": self.headers}
+            await send(start)
             await send({"type": "http.response.body", "body": b"%d" % self.version.number})
 
         return answer
@@ -175,15 +180,22 @@ class FakeFront:
 
 @pytest.mark.parametrize(("status", "answered_by"), [(200, 2), (503, 1), (400, 1)])
 def test_the_old_version_answers_what_the_new_one_does_not(status: int, answered_by: int) -> None:
-    asyncio.run(answer_once(status, answered_by))
+    asyncio.run(answer_once(status, [], answered_by))
 
 
-async def answer_once(status: int, answered_by: int) -> None:
+def test_a_request_that_has_run_twice_is_not_sent_to_the_old_version() -> None:
+    problem = problem_of(RanTwice("It has run twice."))
+    headers = problem.response("/v1/completions").raw_headers
+    asyncio.run(answer_once(problem.status, headers, answered_by=2))
+
+
+async def answer_once(status: int, headers: list[tuple[bytes, bytes]], answered_by: int) -> None:
     fronts: dict[int, FakeFront] = {}
 
     def make(version: Version) -> FakeFront:
-        fronts[version.number] = FakeFront(version, 200 if version.number == 1 else status)
-        return fronts[version.number]
+        is_old = version.number == 1
+        front = FakeFront(version, 200) if is_old else FakeFront(version, status, headers)
+        return fronts.setdefault(version.number, front)
 
     state = next_state(first_state(fleet_of(chat())), fleet_of(chat(version="2"))).models["chat"]
     front = VersionedFront(make)
@@ -200,7 +212,7 @@ async def answer_once(status: int, answered_by: int) -> None:
 
     await (await front.app())({"method": "POST", "path": "/v1/completions"}, receive, send)
     assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
-    assert sent[0]["status"] == 200
+    assert sent[0]["status"] == (status if answered_by == 2 else 200)
     assert sent[1]["body"] == b"%d" % answered_by
     assert fronts[2].bodies == [b"{}"]
     front.follow(ModelState(stable=fronts[2].version))

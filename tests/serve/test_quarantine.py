@@ -181,3 +181,24 @@ def test_clients_share_strikes_and_hold_their_own_requests() -> None:
     assert own.leave("1", completed=True) == []
     assert [each.request.request_id for each in other.leave("2", completed=False)] == ["3"]
     assert (b"a" in suspects, b"b" in suspects) == (False, True)
+
+
+def test_strikes_of_one_failure_that_arrive_one_by_one_count_once() -> None:
+    suspects = Suspects()
+    for incident in ("replica 1", "replica 1", ""):
+        assert suspects.blocked(b"a") is None
+        suspects.strike([b"a"], HOW, incident)
+    assert suspects.blocked(b"a") is not None
+
+
+def test_what_another_process_has_blocked_is_blocked_here() -> None:
+    clock = Clock()
+    suspects = Suspects(clock)
+    suspects.strike([b"a"], HOW)
+    suspects.block(b"a", HOW)
+    suspects.block(b"", HOW)
+    assert len(suspects) == 1
+    clock.now = BLOCKED_S - 60
+    suspects.block(b"a", HOW)  # it does not begin anew
+    with pytest.raises(RequestBlocked, match="for 1 min"):
+        suspects.check([b"a"])

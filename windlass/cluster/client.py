@@ -29,21 +29,31 @@ from windlass.core.card import EngineReport
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
-from windlass.errors import EngineError, RequestError, UnsupportedError, WorkerDied
+from windlass.errors import (
+    EngineCrashed,
+    EngineError,
+    RanTwice,
+    RequestBlocked,
+    RequestError,
+    UnsupportedError,
+    WorkerDied,
+)
 from windlass.serve.adapter_registry import AdapterRegistry, Change
 from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox, InboxReader
 from windlass.serve.messages import Configure, HandedOver
-from windlass.serve.quarantine import Suspects
+from windlass.serve.quarantine import Suspects, fingerprint
 
 _log = logging.getLogger("windlass.cluster")
 
 _POLL_S = 1.0
 _POLLED_PER_S = 10  # replicas that one ingress asks in a second
 _POLL_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.1
 _MAX_RETRIES = 1  # of a request: one that ends every engine must not end all of them
 _LOST = (RayActorError, ReplicaUnavailableError)
+_ENDED = "an engine of the fleet ended"
 _NO_SUCH_CALL = "replicas of a fleet start and stop with the load. Use `windlass cluster`"
 
 
@@ -84,14 +94,20 @@ class Slot:
         return self.snapshot.health
 
 
+class _ReplicaLost(WorkerDied):
+    """A replica ended while it had this request."""
+
+
 @dataclass(slots=True)
 class _Flight:
     """A request in flight: `task` reads its outputs."""
 
     inbox: Inbox
+    fingerprint: bytes  # b"": its strikes do not count
     task: asyncio.Task[None] | None = None
     stream: DeploymentResponseGenerator[Any] | None = None
     has_output: bool = False
+    incident: str = ""  # the end of the engine that ran it last
 
 
 class FleetClient(InboxReader):
@@ -109,7 +125,7 @@ class FleetClient(InboxReader):
         self._poll: asyncio.Task[None] | None = None
         self.adapters = AdapterRegistry()
         self.handovers: Handovers | None = None
-        self.suspects = Suspects()  # empty: a request runs at most twice here
+        self.suspects = Suspects()  # requests that engines ran when they ended
         self.num_finished = 0
         self.failed = asyncio.Event()  # never set: Ray Serve goes on starting replicas
         self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
@@ -130,6 +146,12 @@ class FleetClient(InboxReader):
         self._place([snapshot])
         self._poll = asyncio.create_task(self._poll_forever())
         return report
+
+    async def idle(self, timeout_s: float) -> None:
+        """Wait until no request is in flight, or for `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while self._flights and time.monotonic() < end:
+            await asyncio.sleep(_IDLE_POLL_S)
 
     async def close(self) -> None:
         """End the requests in flight; the replicas go on."""
@@ -168,7 +190,9 @@ class FleetClient(InboxReader):
                 slot.snapshot, slot.stats = None, EngineStats()
                 slot.num_ends += 1
             else:
-                slot.num_ends += found.engine_pid != slot.snapshot.engine_pid
+                slot.num_ends += found.num_ends - slot.snapshot.num_ends
+                if found.num_launches != slot.snapshot.num_launches:
+                    slot.stats = EngineStats()  # the new engine counts from zero
                 self._update(slot, found)
         free = (slot for slot in self.replicas if slot.snapshot is None)
         for snapshot, slot in zip(by_id.values(), free, strict=False):
@@ -208,14 +232,16 @@ class FleetClient(InboxReader):
     def _submit(
         self, requests: Sequence[NewRequest], inbox: Inbox, tracked: bool, replica: str
     ) -> Inbox:
+        fingerprints = [fingerprint(request) if tracked else b"" for request in requests]
+        self.suspects.check(fingerprints)
         for request in requests:
             if request.request_id in self._flights:
                 raise RequestError(
                     f"request_id {request.request_id!r} is in use by a running request.",
                     "request_id",
                 )
-        for request in requests:
-            flight = self._flights[request.request_id] = _Flight(inbox)
+        for request, content in zip(requests, fingerprints, strict=True):
+            flight = self._flights[request.request_id] = _Flight(inbox, content)
             call = Call(request, tracked=tracked, replica=replica)
             # Calls that Serve sees as parts of one HTTP request have one id, which its router cannot
             # tell apart: each gets a context without the HTTP request.
@@ -224,14 +250,24 @@ class FleetClient(InboxReader):
 
     async def _run(self, flight: _Flight, call: Call) -> None:
         """Read the outputs of a request, and run it once more if its replica is lost."""
-        name = call.request.request_id
+        name, num_runs = call.request.request_id, 0
         for num_retries in range(_MAX_RETRIES + 1):
             error = await self._run_once(flight, call)
             replica_id = self._routing.replica_of(name) or ""
             self._routing.ended(name)
+            if isinstance(error, EngineCrashed):
+                self.suspects.strike([flight.fingerprint], _ENDED, flight.incident)
+                error = self.suspects.blocked(flight.fingerprint) or error
+            elif isinstance(error, RequestBlocked):
+                # The replica has counted the strikes: its engine ended twice. No other model may
+                # run this request while that engine is restarted.
+                self.suspects.block(flight.fingerprint, _ENDED)
             if not isinstance(error, WorkerDied) or name not in self._flights:
                 break
+            num_runs += isinstance(error, EngineCrashed | _ReplicaLost)
             may_restart = not flight.has_output or flight.inbox.can_restart
+            if num_runs > _MAX_RETRIES:
+                error = RanTwice(f"{error} It has run twice, and is not sent to a third process.")
             if num_retries == _MAX_RETRIES or call.replica or not may_restart:
                 break
             _log.warning("request %s runs again: %s", name, error)
@@ -252,10 +288,11 @@ class FleetClient(InboxReader):
         flight.stream = self._generate.remote(call)
         try:
             async for frame in flight.stream:
+                flight.incident = frame.incident
                 if self._on_frame(flight, frame, call.request.request_id):
                     return None if frame.error is None else frame.error.error()
         except _LOST as error:
-            return WorkerDied(
+            return _ReplicaLost(
                 f"the replica that ran this request is gone ({type(error).__name__}). Send it again."
             )
         except DeploymentUnavailableError:
@@ -288,9 +325,11 @@ class FleetClient(InboxReader):
     def _tell_abort(self, _request_id: str, _completed: bool) -> None:
         """Do nothing: `ended` cancels the call to the replica."""
 
-    def ended(self, request_id: str, _completed: bool) -> None:
+    def ended(self, request_id: str, completed: bool) -> None:
         """Forget a request; one that still runs is aborted."""
         flight = self._flights.pop(request_id)
+        if completed:
+            self.suspects.clear(flight.fingerprint)
         flight.inbox.open_ids.discard(request_id)
         self.num_finished += 1
         self._routing.ended(request_id)
@@ -313,7 +352,7 @@ class FleetClient(InboxReader):
     @property
     def report(self) -> EngineReport:
         if self._report is None:
-            raise EngineError(self.health().reason)
+            raise WorkerDied(f"{self.health().reason}.")
         return self._report
 
     @property

@@ -25,6 +25,7 @@ from windlass.cluster.rollout import RolloutConfig
 from windlass.cluster.warm_pool import WarmPoolConfig
 from windlass.config import EngineConfig, ServeConfig, split_options
 from windlass.errors import ConfigError
+from windlass.serve.fallback import FallbackStep
 from windlass.serve.fields import unknown_field, validation_error
 from windlass.serve.keys_file import StrictLoader, one_line
 
@@ -56,7 +57,7 @@ _NOT_IN_FLEET = {
     "price_per_hour": "write `prices:` at the top",
     "data_dir": "files and batches need one server; run `windlass serve` beside the fleet",
     "lora_root": "write `adapters:` in the model",
-    **dict.fromkeys(("fallback", "fallback_wait_ms"), "a replica of a fleet has one model"),
+    "fallback": "write `fallbacks:` in the model",
     "slo_admission": "the autoscaling has the target of the first token",
 }
 _NOT_IN_MODEL = {
@@ -164,6 +165,29 @@ class Ingress(_Part):
     cpus: Annotated[float, Field(ge=0, le=64)] = 1.0
 
 
+class Fallback(_Part):
+    """A step of a model's chain: another model of the fleet, a shorter answer, or both."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        """A text is the name of a model."""
+        return {"model": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Fallback:
+        if self.model is None and self.max_tokens is None:
+            raise ValueError("expected model: NAME, max_tokens: N, or both")
+        return self
+
+    @property
+    def step(self) -> FallbackStep:
+        return FallbackStep(model=self.model, max_tokens=self.max_tokens)
+
+
 class Model(_Part):
     """One model of the fleet: a Serve deployment of engines."""
 
@@ -179,6 +203,7 @@ class Model(_Part):
     frame_ms: Annotated[float, Field(ge=0, le=1000)] = 20.0  # of tokens that travel together
     autoscaling: Autoscaling = Autoscaling()
     rollout: Updates = Updates()
+    fallbacks: Annotated[list[Fallback], Field(max_length=100)] = []  # the chain, in this order
 
     @cached_property
     def engine(self) -> EngineConfig:
@@ -280,6 +305,19 @@ class Fleet(_Part):
         tenants = None if self.tenants is None else str((folder / self.tenants).resolve())
         return self.model_copy(update={"models": models, "tenants": tenants})
 
+    def _check_fallbacks(self, model: Model) -> None:
+        others = [each.name for each in self.models if each is not model]
+        named = [each.model for each in model.fallbacks if each.model is not None]
+        for name in named:
+            if name not in others:
+                known = ", ".join(others) or "there is no other"
+                raise ConfigError(
+                    f"model {model.name!r}: fallbacks: {name!r:.100} is not another model of the fleet: "
+                    f"{known}."
+                )
+            if named.count(name) > 1:
+                raise ConfigError(f"model {model.name!r}: fallbacks: {name!r} is there twice.")
+
     def check(self) -> None:
         """Raise ConfigError for a bad model, option or name."""
         names: set[str] = set()
@@ -293,6 +331,8 @@ class Fleet(_Part):
             for name in taken & names:
                 raise ConfigError(f"two models or adapters of the fleet have the name {name!r}.")
             names |= taken
+        for model in self.models:
+            self._check_fallbacks(model)
         if self.warm_pool is not None and not any(map(self.pools, self.models)):
             raise ConfigError(
                 "warm_pool holds models whose replicas may all stop. Set replicas: {min: 0} in one."

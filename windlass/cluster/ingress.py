@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -29,17 +30,20 @@ from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import NewRequest, TokenLogprob
 from windlass.errors import EngineError, UnsupportedError
 from windlass.serve.app import create_app
+from windlass.serve.fallback import FallbackStep
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.problems import problem_of
+from windlass.serve.quarantine import Suspects
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import make_router
-from windlass.serve.services import Services, make_services
+from windlass.serve.services import Services, make_services, with_fallbacks
 from windlass.serve.summary import RequestSummary
 from windlass.serve.transport import CONNECTION
 
 _log = logging.getLogger("windlass.cluster")
 
 _MODEL_PATH = "/v1/models/"
+_TRACE_PATH = "/v1/requests/"
 _OF_ALL = (
     "/v1/models",
     "/metrics",
@@ -93,12 +97,27 @@ class _ProxyConnection:
 class ModelFront:
     """The API of one version of a model: its services, and the application with all endpoints."""
 
-    def __init__(self, fleet: Fleet, model: Model, handle: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        model: Model,
+        handle: DeploymentHandle[Any],
+        *,
+        others: Callable[[str], ModelFront | None],
+        suspects: Suspects,
+    ) -> None:
+        """`others`: the fronts of the fleet's models now, by name; all share the suspects.
+
+        None: the model was removed, and a version that named it still answers.
+        """
         self.model = model
         self._fleet = fleet
+        self._others = others
         self._client = FleetClient(model, handle)
+        self._client.suspects = suspects
         self.on_end: Callable[[RequestSummary], None] = lambda _: None
         self._services: Services | None = None
+        self._opened = asyncio.Event()  # set when there are services
         self._starting: asyncio.Task[FastAPI] | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -117,19 +136,58 @@ class ModelFront:
     async def _start(self) -> FastAPI:
         card = (await asyncio.to_thread(open_model, self.model.engine)).card
         config = LiveConfig(self._fleet.serve_config(self.model))
-        self._services = services = make_services(
+        services = make_services(
             self._client,
             card,
             config,
             reloads=Reloads(),
             started=StartConfig(engine=self.model.engine),
         )
+        self._services = services = replace(services, shares_strikes=True)
+        self._opened.set()
         services.desk.on_end = lambda summary: self.on_end(summary)
         if services.usage is not None:
             self._writing = asyncio.create_task(services.usage.write_forever())
+        if self.model.fallbacks:
+            services = await self._with_fallbacks(services)
         app = create_app(services, make_router(services))
         await self._client.start()
         return app
+
+    async def _with_fallbacks(self, services: Services) -> Services:
+        """The services with the chain of the model, once its models are open."""
+        steps: list[FallbackStep] = []
+        found: dict[str, Services] = {}
+        for step in (each.step for each in self.model.fallbacks):
+            if step.model is not None:
+                if (other := self._others(step.model)) is None:
+                    continue
+                found[step.model] = await other.opened()
+            steps.append(step)
+
+        def find(name: str) -> Services:
+            """Of the version that answers now; the last known one while another opens."""
+            other = self._others(name)
+            if other is not None and other.services is not None:
+                found[name] = other.services
+            return found[name]
+
+        return with_fallbacks(services, steps, find)
+
+    @property
+    def services(self) -> Services | None:
+        """None: the model is not open yet."""
+        return self._services
+
+    async def opened(self) -> Services:
+        """Wait for the services, which do not need a replica."""
+        await self._opened.wait()
+        assert self._services is not None
+        return self._services
+
+    def knows(self, response_id: str) -> bool:
+        """Whether this model has answered a request of this id."""
+        return self._services is not None and self._services.traces.knows(response_id)
 
     @property
     def max_body_bytes(self) -> int:
@@ -159,7 +217,9 @@ class ModelFront:
     async def close_when_idle(self) -> None:
         """Close when the requests in flight have ended."""
         if self._services is not None:
-            await self._services.desk.idle(self._fleet.serve_config(self.model).shutdown_timeout)
+            timeout_s = self._fleet.serve_config(self.model).shutdown_timeout
+            await self._services.desk.idle(timeout_s)
+            await self._client.idle(timeout_s)  # of models whose fallback this is
         await self.close()
 
     async def close(self) -> None:
@@ -211,6 +271,11 @@ class IngressApp:
         named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
         if scope["path"].startswith(_MODEL_PATH):
             named = scope["path"].removeprefix(_MODEL_PATH)
+        if not named and scope["path"].startswith(_TRACE_PATH):
+            response_id = scope["path"].removeprefix(_TRACE_PATH).rpartition("/")[0]
+            for front in self._fronts:
+                if front.knows(response_id):
+                    return front, receive
         if not named and scope["method"] == "POST":
             messages = await read_body(receive, self._fronts[0].max_body_bytes)
             named = _model_in(b"".join(each.get("body", b"") for each in messages))
@@ -298,6 +363,7 @@ class FleetIngress:
         del deployments  # `reconfigure` has those of the state
         self._state: FleetState | None = None
         self._fronts: dict[str, VersionedFront] = {}
+        self._suspects = Suspects()
         self.answer = IngressApp(())
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
@@ -315,7 +381,16 @@ class FleetIngress:
         assert self._state is not None
         fleet = self._state.fleet
         handle = serve.get_deployment_handle(version.deployment, fleet.name, _check_exists=False)
-        return ModelFront(fleet, version.model, handle)
+        return ModelFront(
+            fleet, version.model, handle, others=self._stable_front, suspects=self._suspects
+        )
+
+    def _stable_front(self, name: str) -> ModelFront | None:
+        if name not in self._fronts:
+            return None
+        front = self._fronts[name].stable
+        assert isinstance(front, ModelFront)
+        return front
 
     # ---- for updates ---------------------------------------------------------------------------
 

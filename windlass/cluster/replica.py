@@ -41,6 +41,7 @@ class Frame:
     outputs: list[Output]
     traces: list[RequestTrace]
     error: ErrorMessage | None = None
+    incident: str = ""  # identifies the end of an engine, which may have run several requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Snapshot:
     node: str  # Ray's id
     pid: int
     engine_pid: int | None
+    num_launches: int  # of engine processes; each begins with new stats
+    num_ends: int  # of engine processes that died or hung
     report: EngineReport
     stats: EngineStats
     health: Health
@@ -111,7 +114,8 @@ class ModelReplica:
                 traces, self._traces[name] = self._traces[name], []
                 yield Frame(outputs, traces)
         except EngineError as error:
-            yield Frame([], self._traces[name], ErrorMessage.of(error))
+            incident = f"{self._id} {self._client.replicas[0].num_ends}"
+            yield Frame([], self._traces[name], ErrorMessage.of(error), incident)
         finally:
             del self._running[name], self._traces[name]
             self._sleep.used()
@@ -153,15 +157,17 @@ class ModelReplica:
     # ---- calls to every replica ----------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
-        stats = self._client.replicas[0].stats
+        engine = self._client.replicas[0]
         prompt_tokens, decode_tokens = self._pending()
         return Snapshot(
             replica=self._id,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            engine_pid=self._client.replicas[0].pid,
+            engine_pid=engine.pid,
+            num_launches=engine.num_launches,
+            num_ends=engine.num_ends,
             report=self._report,
-            stats=stats,
+            stats=engine.stats,
             health=Health(True) if self._sleep.is_asleep else self._client.health(),
             num_outstanding=prompt_tokens + DECODE_WEIGHT * decode_tokens,
             is_asleep=self._sleep.is_asleep,

@@ -2,7 +2,8 @@
 
 The requests of a conversation stay with one version, as far as the body shows which they are: so both
 versions find their prefixes. A request that the new version refuses or fails, before anything was sent,
-is answered by the old one; it counts as an error of the new one.
+is answered by the old one; it counts as an error of the new one. Exceptions are responses that say not
+to try again: the deadline has passed, or the request has run twice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from windlass.serve.summary import RequestSummary
 _log = logging.getLogger("windlass.cluster")
 
 _KEPT = 1000  # latencies of each version, a random part of all
+_NO_RETRY = (b"x-should-retry", b"false")
 _OVERLOADED = 429  # depends on the load, not on the version
 
 
@@ -43,6 +45,8 @@ class Front(Protocol):
     def start(self) -> None: ...
 
     async def app(self) -> ASGIApp: ...
+
+    def knows(self, response_id: str) -> bool: ...
 
     async def score(self, prompt: str, answer: str) -> float: ...
 
@@ -159,30 +163,35 @@ class VersionedFront:
 
     # ---- as the ingress sees it ----------------------------------------------------------------
 
+    def knows(self, response_id: str) -> bool:
+        """Whether a version has answered a request of this id, also one of another model."""
+        return any(front.knows(response_id) for _, front in self._fronts.values())
+
     @property
-    def _stable(self) -> Front:
+    def stable(self) -> Front:
+        """Of the version that answers, without an update."""
         assert self._state is not None
         return self._fronts[self._state.stable.number][1]
 
     @property
     def names(self) -> set[str]:
-        return self._stable.names
+        return self.stable.names
 
     @property
     def max_body_bytes(self) -> int:
-        return self._stable.max_body_bytes
+        return self.stable.max_body_bytes
 
     async def app(self) -> ASGIApp:
         """The application; holds requests until the first replica has started."""
-        return self._split if len(self._fronts) > 1 else await self._stable.app()
+        return self._split if len(self._fronts) > 1 else await self.stable.app()
 
     async def _split(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
-            await (await self._stable.app())(scope, receive, send)
+            await (await self.stable.app())(scope, receive, send)
             return
         messages = await read_body(receive, self.max_body_bytes)
         front = self._choose(messages)
-        if front is not self._stable:
+        if front is not self.stable:
             attempt = _Attempt(send)
             try:
                 app = await front.app()
@@ -193,16 +202,16 @@ class VersionedFront:
                 if not attempt.has_failed:
                     return
                 _log.warning("the old version answers a request that the new one has not answered")
-        await (await self._stable.app())(scope, replaying(messages, receive), send)
+        await (await self.stable.app())(scope, replaying(messages, receive), send)
 
     def _choose(self, messages: Sequence[Message]) -> Front:
         state = self._state
         assert state is not None
         found = None if state.next is None else self._fronts.get(state.next.number)
         if state.next is None or found is None or not state.share:
-            return self._stable
+            return self.stable
         body = b"".join(each.get("body", b"") for each in messages)
-        return found[1] if goes_to_next(body, state.next.number, state.share) else self._stable
+        return found[1] if goes_to_next(body, state.next.number, state.share) else self.stable
 
 
 class _Attempt:
@@ -214,6 +223,6 @@ class _Attempt:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] >= 400:
-            self.has_failed = True
+            self.has_failed = _NO_RETRY not in message.get("headers", ())
         if not self.has_failed:
             await self._send(message)

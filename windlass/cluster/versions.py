@@ -20,7 +20,7 @@ from windlass.errors import ConfigError
 from windlass.version import __version__
 
 # Changes of these fields are applied to the running replicas.
-_IN_PLACE = {"replicas", "autoscaling", "rollout"}
+_IN_PLACE = {"replicas", "autoscaling", "rollout", "fallbacks"}
 
 
 class _State(BaseModel):

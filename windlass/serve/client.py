@@ -32,7 +32,13 @@ from windlass.core.handover import HandedBlocks
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
-from windlass.errors import EngineError, RequestBlocked, RequestError, WorkerDied
+from windlass.errors import (
+    EngineCrashed,
+    EngineError,
+    RequestBlocked,
+    RequestError,
+    WorkerDied,
+)
 from windlass.handshake import Identity
 from windlass.serve import messages
 from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
@@ -742,7 +748,7 @@ def _end_error(
         if request_id in blocked:
             return blocked[request_id]
     if any(request_id in started for request_id in lost):
-        return WorkerDied(
+        return EngineCrashed(
             f"{how} {_WHILE_RUNNING}. Send it again; if the engine fails once more "
             "while it is running, it will be blocked."
         )

@@ -16,6 +16,7 @@ from windlass.errors import (
     DeadlineExceeded,
     EngineError,
     Overloaded,
+    RanTwice,
     RequestError,
     WorkerDied,
 )
@@ -104,7 +105,7 @@ def reason_of(error: EngineError) -> Reason | None:
         return "deadline"
     if isinstance(error, Overloaded) and not isinstance(error, RateLimited):
         return "queue_full"
-    if isinstance(error, WorkerDied) and not isinstance(error, Draining | Sleeping):
+    if isinstance(error, WorkerDied) and not isinstance(error, Draining | Sleeping | RanTwice):
         return "unavailable"
     return None
 

@@ -262,9 +262,10 @@ class Generation:
                 sender=sender,
                 allowed_s=deadline_s(request, call.options.deadline_ms),
             )
+            if services.fallbacks is not None or services.shares_strikes:
+                exchange = replace(exchange, content=body.content())
             if services.fallbacks is None:
                 return await self._answer(exchange, services)
-            exchange = replace(exchange, content=body.content())
             asked = call.options.fallback, fallback_header(request)
             mode = mode_of(tenant.fallback, *asked, is_batch=is_batch)
             return await self._answer_with(services.fallbacks, exchange, mode)

@@ -19,6 +19,7 @@ from windlass.errors import (
     DeadlineExceeded,
     EngineError,
     Overloaded,
+    RanTwice,
     RequestBlocked,
     RequestError,
     UnsupportedError,
@@ -222,7 +223,7 @@ def problem_of(error: EngineError) -> Problem:
         headers["Retry-After"] = str(_RETRY_S)
     elif status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, DeadlineExceeded | BudgetExceeded):
+    if isinstance(error, DeadlineExceeded | BudgetExceeded | RanTwice):
         # OpenAI's and Anthropic's clients would send the request again, for nothing.
         headers["X-Should-Retry"] = "false"
     if isinstance(error, RateLimited):

@@ -46,6 +46,7 @@ class _Suspect:
     strikes: int
     struck_at: float
     how: str  # how the engine failed at the last strike
+    incident: str = ""  # identifies the last strike
 
 
 class Suspects:
@@ -61,15 +62,25 @@ class Suspects:
     def __contains__(self, key: bytes) -> bool:
         return self._find(key) is not None
 
-    def strike(self, fingerprints: Iterable[bytes], how: str) -> None:
-        """Give each fingerprint a strike; `how` describes the failure of the engine."""
+    def strike(self, fingerprints: Iterable[bytes], how: str, incident: str = "") -> None:
+        """Give each fingerprint a strike; `how` describes the failure of the engine.
+
+        `incident`: strikes of one failure that arrive one by one count once.
+        """
         now = self._clock()
         for each in filter(None, fingerprints):
             before = self._find(each)
-            strikes = 1 if before is None else before.strikes + 1
-            self._suspects[each] = _Suspect(strikes, now, how)
+            if before is None:
+                self._suspects[each] = _Suspect(1, now, how, incident)
+            elif not incident or incident != before.incident:
+                self._suspects[each] = _Suspect(before.strikes + 1, now, how, incident)
         while len(self._suspects) > MAX_SUSPECTS:
             self._suspects.pop(min(self._suspects, key=self._eviction_order))
+
+    def block(self, key: bytes, how: str) -> None:
+        """Block a fingerprint that another process has blocked."""
+        if key and self.blocked(key) is None:
+            self._suspects[key] = _Suspect(MAX_STRIKES, self._clock(), how)
 
     def _eviction_order(self, key: bytes) -> tuple[int, float]:
         """Fewest strikes first, then the oldest."""

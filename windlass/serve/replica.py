@@ -75,12 +75,14 @@ class Replica:
         self.untraced: set[str] = set()  # requests whose traces have not arrived
         self.stats = EngineStats()
         self.num_ends = 0  # processes that died or hung
+        self.num_launches = 0  # of processes; each begins with new stats
 
     # ---- events of the supervisor --------------------------------------------------------------
 
     def on_launch(self) -> None:
         self._num_sent = 0
         self._unseen.clear()
+        self.num_launches += 1
         self.stats = EngineStats()
 
     def on_ready(self, report: EngineReport) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import cast, overload
 
 from windlass.config import ServeConfig
 from windlass.core.card import Choice, ModelCard
@@ -66,11 +67,18 @@ class FallbackEngine:
 class Fallbacks:
     """The chain of --fallback."""
 
-    tiers: tuple[FallbackTier, ...]
+    tiers: Sequence[FallbackTier]
     # Called with a number of requests: how they would fare with the own model, and with each tier.
     forecast: Callable[[int], Awaitable[Sequence[Forecast]]]
-    # Of the models of the chain, by name; an HTTP worker has none.
-    engines: Mapping[str, EngineHandle] = field(default_factory=dict)
+    is_shared: bool = False  # its models answer their own requests, too, and are closed elsewhere
+
+    @property
+    def engines(self) -> dict[str, EngineHandle]:
+        """Of the models of the chain, by name; not in an HTTP worker."""
+        models = (tier.services for tier in self.tiers)
+        return {
+            each.card.name: cast("EngineHandle", each.client) for each in models if each is not None
+        }
 
     def choices(self) -> list[Choice]:
         """Lines of the start-up table; the engines are ready."""
@@ -81,7 +89,7 @@ class Fallbacks:
         ]
 
     def close(self) -> None:
-        for tier in self.tiers:
+        for tier in () if self.is_shared else self.tiers:
             if tier.services is not None:
                 tier.services.close()
 
@@ -107,6 +115,7 @@ class GenerationServices:
     recorder: Recorder | None = None  # None: no traffic is recorded
     keys: Keys = field(default_factory=Keys)
     fallbacks: Fallbacks | None = None  # None: no --fallback
+    shares_strikes: bool = False  # with other models, which clients may name, too
     choices: tuple[Choice, ...] = ()  # for the start-up table
 
     @property
@@ -306,7 +315,6 @@ def _make_fallbacks(
         return None
     tiers: list[FallbackTier] = []
     queues = [admission]
-    clients: dict[str, EngineHandle] = {}
     names = {own.card.name, *own.card.aliases}
     for engine in engines:
         if engine.client is None or engine.card is None:
@@ -320,7 +328,6 @@ def _make_fallbacks(
                 "client could not see which one answered. Add served_model_name=NAME to its options."
             )
         names |= {card.name, *card.aliases}
-        clients[card.name] = engine.client
         services = _make_tier_services(engine.client, card, own=own, reporter=reporter)
         assert isinstance(services.admission, AdmissionControl)
         tiers.append(FallbackTier(step=engine.step, services=services))
@@ -329,7 +336,48 @@ def _make_fallbacks(
     async def forecast(num_requests: int) -> list[Forecast]:
         return [each.forecast(num_requests) for each in queues]
 
-    return Fallbacks(tiers=tuple(tiers), forecast=forecast, engines=clients)
+    return Fallbacks(tiers=tiers, forecast=forecast)
+
+
+class _SharedTiers(Sequence[FallbackTier]):
+    """A chain of models that this process serves, too: their services may change at any time."""
+
+    def __init__(self, steps: Sequence[FallbackStep], find: Callable[[str], Services]) -> None:
+        self._steps = steps
+        self._find = find
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> FallbackTier: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[FallbackTier]: ...
+
+    def __getitem__(self, index: int | slice) -> FallbackTier | list[FallbackTier]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        step = self._steps[index]
+        services = None if step.model is None else self._find(step.model)
+        return FallbackTier(step=step, services=services)
+
+
+def with_fallbacks(
+    services: Services, steps: Sequence[FallbackStep], find: Callable[[str], Services]
+) -> Services:
+    """The services with a chain of other models that this process serves, too.
+
+    `find` returns the services of a model, for each request anew.
+    """
+    tiers = _SharedTiers(steps, find)
+
+    async def forecast(num_requests: int) -> list[Forecast]:
+        queues = [services.admission, *((each.services or services).admission for each in tiers)]
+        return [cast("AdmissionControl", each).forecast(num_requests) for each in queues]
+
+    chain = Fallbacks(tiers=tiers, forecast=forecast, is_shared=True)
+    return replace(services, fallbacks=chain)
 
 
 def _make_tier_services(

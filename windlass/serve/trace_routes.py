@@ -76,10 +76,9 @@ class TraceRoutes:
 
     def _client_of(self, entry: Entry) -> EngineHandle:
         """The engine of the model that answers a request."""
-        fallbacks = self._services.fallbacks
-        if fallbacks is None or not entry.fallback_model:
-            return self._services.client
-        return fallbacks.engines[entry.fallback_model]
+        services = self._services
+        others = {} if services.fallbacks is None else services.fallbacks.engines
+        return others.get(entry.fallback_model, services.client)
 
     def _completion(self, trace: RequestTrace, began: float) -> Json:
         costs = self._services.costs

@@ -158,6 +158,10 @@ class TraceStore:
             return None
         return list(entry.traces.values())
 
+    def knows(self, response_id: str) -> bool:
+        """Whether any sender had a request of this id."""
+        return any(known == response_id for known, _ in self._by_id)
+
     def find(self, response_id: str, owner: str | None) -> Entry:
         """Find the latest request of this id; `owner` None: of any sender."""
         if owner is not None:

@@ -157,7 +157,7 @@ class _Worker:
                     num_replicas=each.num_replicas,
                 )
             tiers.append(FallbackTier(step=each.step, services=of_model))
-        fallbacks = Fallbacks(tiers=tuple(tiers), forecast=self._forecasts.get)
+        fallbacks = Fallbacks(tiers=tiers, forecast=self._forecasts.get)
         return replace(services, fallbacks=fallbacks)
 
     def _services_of(
