@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from windlass.build_peers import RemotePeers, SharedRings, join_hosts, join_replicas
 from windlass.config import EngineConfig, Limits
 from windlass.core.adapters import Adapters
-from windlass.core.card import Choice, EngineReport, ModelCard
+from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
 from windlass.core.make_scheduler import DraftLimits, make_scheduler
 from windlass.core.scheduler import Scheduler
@@ -320,7 +320,12 @@ def build_worker(
             "read": store.ready,
         }
     if rank.tiers is not None:
-        worker.calls |= {"kv_loads": rank.tiers.encode_ended, "kv_clear": rank.tiers.clear}
+        tiers = rank.tiers
+        worker.calls |= {
+            "kv_loads": tiers.encode_ended,
+            "kv_clear": tiers.clear,
+            "kv_close": tiers.close,
+        }
     if not isinstance(speculation, _NoSpeculation):
         worker.calls |= speculation.follow(made, worker)
     return worker.handle
@@ -358,11 +363,12 @@ def _build_rank(
         made = make_runner(
             config, hparams, weights, limits, beside=speculation.token_bytes, pooler=pooler
         )
+        made = replace(made, drafter_kv=speculation.make_kv(made.capacity))
     if adapters is not None:
         # Rank 0 plans with adapters that are in its memory; those of other ranks may take longer.
         made.runner.attach_adapters(adapters.bank, adapters.store.wait_for)
     with log.phase("KV tiers"):
-        tiers = _open_tiers(config, source, weights=weights, made=made, speculation=speculation)
+        tiers = _open_tiers(config, source, weights=weights, made=made)
     NetworkLoad(weights.network).reset()
     grammars = _grammars(config, source)
     matchers = RequestMatchers(grammars.built, config.grammar, hparams.vocab_size)
@@ -380,12 +386,7 @@ def _build_rank(
 
 
 def _open_tiers(
-    config: EngineConfig,
-    source: Source,
-    *,
-    weights: Loaded,
-    made: Assembled,
-    speculation: SpeculationSetup | _NoSpeculation,
+    config: EngineConfig, source: Source, *, weights: Loaded, made: Assembled
 ) -> KVTiers | None:
     """Open the KV tiers of this rank, if there are any, and give them to its runner."""
     if not config.cache.has_tiers:
@@ -393,14 +394,8 @@ def _open_tiers(
     from windlass.runner.disk_tier import open_disk
     from windlass.runner.kv_tiers import open_tiers
 
-    if speculation.token_bytes:
-        raise ConfigError(
-            f"--spec {config.speculation.spec} keeps KV of its own, which --kv-offload-gb, "
-            "--prefix-cache-dir, --prefill-replicas and --role do not save. Use --spec ngram, lookahead, medusa or self, or leave out "
-            "the tiers."
-        )
     stores = open_disk(config, source.files, source.hparams, loaded=weights, made=made)
-    tiers = open_tiers(config, made.cache, stores)
+    tiers = open_tiers(config, made.caches, stores)
     made.runner.attach_tiers(tiers)
     return tiers
 
@@ -411,7 +406,7 @@ def _join_peers(rank: _Rank, source: Source, shared: SharedRings | RemotePeers) 
     from windlass.runner.kv_records import RecordLayout
 
     assert rank.tiers is not None
-    record_bytes = RecordLayout([rank.made.cache]).record_bytes
+    record_bytes = RecordLayout(rank.made.caches).record_bytes
     if isinstance(shared, SharedRings):
         return replace(rank, peers=join_replicas(shared, rank.tiers, record_bytes))
     fingerprint = kv_fingerprint(
@@ -505,16 +500,13 @@ def _finish(
 
 def _closing_parts(engine: Engine, rank: _Rank) -> Callable[[], None]:
     """Ends the grammar sandbox, and the KV tiers after their last saves."""
-    tiers, close_grammars = rank.tiers, rank.grammars.close
-    if tiers is None:
+    close_grammars = rank.grammars.close
+    if rank.tiers is None:
         return close_grammars
 
     def close() -> None:
         close_grammars()
-        try:
-            engine.finish_moves()
-        finally:
-            tiers.close()
+        engine.close()
 
     return close
 
@@ -669,6 +661,9 @@ class _NoSpeculation:
     """Speculation is off."""
 
     token_bytes = lookahead = lookahead_after_drafts = 0
+
+    def make_kv(self, capacity: Capacity) -> None:
+        """Allocate nothing: there is no drafter."""
 
 
 def _start_speculation(

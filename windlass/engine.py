@@ -263,6 +263,15 @@ class Engine:
         while self.has_work and not self._scheduler.has_requests:
             self.step()
 
+    def close(self) -> None:
+        """Store what KV tiers still save. No step may follow."""
+        if not self._scheduler.has_tiers:
+            return
+        try:
+            self.finish_moves()
+        finally:
+            self._scheduler.close_tiers()
+
     def wake(self) -> None:
         """Restore the memory. Does nothing if the engine is awake."""
         if self.asleep and self._memory is not None:

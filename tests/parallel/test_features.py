@@ -27,7 +27,6 @@ from tests.parallel.test_matrix import (
     results,
 )
 from tests.runner import test_reasoning_budget
-from tests.serve.conftest import wait_until
 from tests.speculative import test_mtp
 from tests.speculative.test_speculation import verify_all
 from tests.tools.plan.test_scaling import MLA, model_of, step_work
@@ -36,7 +35,7 @@ from windlass.core.speculation import governor
 from windlass.core.types import Draft, StepPlan, TierStats, TokenLogprob
 from windlass.models.rank_weights import RankShape
 from windlass.runner.collectives import SharedMemoryGroup
-from windlass.tiers.disk_files import fingerprint_folders
+from windlass.tiers.disk_files import fingerprint_folders, read_description
 
 __all__ = ["verify_all"]
 
@@ -122,7 +121,7 @@ def test_every_rank_has_the_kv_records_of_its_slice(mesh: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
 def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path) -> None:
-    """A record that one rank has lost is a miss on all."""
+    """A record that one rank has lost is a miss on all, until the ranks have saved it again."""
     family("dense", tmp_path)
     want = results(make(tmp_path, 1, load_format="dummy"))
     root = tmp_path / "cache"
@@ -132,25 +131,34 @@ def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path)
 
     def files() -> list[list[Path]]:
         """The records of each rank."""
-        return [sorted(each.glob("*.kv")) for each in fingerprint_folders(root).values()]
+        folders = sorted(
+            fingerprint_folders(root).values(), key=lambda each: read_description(each)["rank"]
+        )
+        return [sorted(each.glob("*.kv")) for each in folders]
 
     def run() -> TierStats:
+        """Of rank 0, when all ranks have stored their records."""
         llm = make(tmp_path, **options)
         assert_equal(results(llm), want)
-        llm.engine.finish_moves()
+        llm.engine.close()
         (disk,) = (each for each in llm.engine.stats().tiers if each.name == "disk")
+        first, second = files()
+        assert len(first) == num_full
+        assert [each.name for each in first] == [each.name for each in second]
         return disk
 
     assert run().num_loads == 0
-    wait_until(lambda: [len(each) for each in files()] == [num_full] * 2)
-    first, second = files()
-    assert {each.name for each in first} == {each.name for each in second}
     warm = run()
     assert warm.num_hit_tokens > 0
     assert warm.num_failures == 0
-    for file in second:
-        file.unlink()
-    assert run().num_hit_tokens == 0
+    for rank in (1, 0):
+        for damage in (Path.unlink, lambda file: file.write_bytes(b"damaged")):
+            for file in files()[rank]:
+                damage(file)
+            assert run().num_hit_tokens == 0
+            again = run()
+            assert again.num_hit_tokens == warm.num_hit_tokens
+            assert again.num_failures == 0
 
 
 def test_collectives_of_steps_are_those_of_the_formula(

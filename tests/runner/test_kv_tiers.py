@@ -118,12 +118,6 @@ def test_ngram_drafts_change_nothing(tmp_path: Path) -> None:
     compare(tmp_path, num_blocks=20, load_format="dummy", spec="ngram")
 
 
-def test_a_proposer_with_its_own_kv_is_refused(tmp_path: Path) -> None:
-    save_dummy(tmp_path)
-    with pytest.raises(ConfigError, match="--spec draft keeps KV of its own"):
-        make(tmp_path, load_format="dummy", spec="draft", spec_model=str(tmp_path), **TIER)
-
-
 def test_adapters_do_not_share_records(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     modules = [f"{name}={write_adapter(tmp_path / name, seed=n)}" for n, name in enumerate("ab")]

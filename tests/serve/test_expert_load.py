@@ -43,6 +43,9 @@ class Engine:
     def handed_over(self) -> list[Any]:
         return []
 
+    def close(self) -> None:
+        """Stores nothing."""
+
 
 @contextmanager
 def running(engine: Any, folder: Path) -> Iterator[tuple[loop._EngineLoop, zmq.Socket[bytes]]]:

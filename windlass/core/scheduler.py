@@ -305,6 +305,14 @@ class Scheduler:
         """Drop the KV records in host memory. Those on disk stay."""
         self._tiers.clear()
 
+    @property
+    def has_tiers(self) -> bool:
+        return self._tiers.has_stores
+
+    def close_tiers(self) -> None:
+        """Finish writing KV records. No plan may follow."""
+        self._tiers.close()
+
     def block_use(self) -> BlockUse:
         return self._allocator.use(self._running)
 

@@ -73,6 +73,10 @@ class TierStores(Protocol):
         """Drop the records in memory."""
         ...
 
+    def close(self) -> None:
+        """Finish all writes. Only another `close` may follow."""
+        ...
+
     def stats(self) -> list[TierStats]: ...
 
 
@@ -190,7 +194,7 @@ class NoTiers:
     def reset(self) -> None:
         pass
 
-    clear = reset
+    clear = close = reset
 
     def stats(self) -> tuple[TierStats, ...]:
         return ()
@@ -430,6 +434,10 @@ class Tiers(NoTiers):
     def clear(self) -> None:
         """Drop the records in memory, too."""
         self._stores.clear()
+
+    def close(self) -> None:
+        """Finish all writes."""
+        self._stores.close()
 
     def stats(self) -> tuple[TierStats, ...]:
         found = zip(self._stores.stats(), self._hit_tokens, strict=True)

@@ -39,6 +39,14 @@ _BLOCK_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterKV:
+    """The KV cache of a drafter, in the target's blocks. `identity`: what its pages depend on."""
+
+    cache: KVCache
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
 class Assembled:
     """A runner with its KV cache and limits."""
 
@@ -50,6 +58,12 @@ class Assembled:
     max_positions_per_step: int  # sampled positions per step
     memory: dict[str, int]
     choices: list[Choice]
+    drafter_kv: DrafterKV | None = None
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The KV caches whose pages of a block are saved together."""
+        return [self.cache, *([] if self.drafter_kv is None else [self.drafter_kv.cache])]
 
 
 def make_runner(

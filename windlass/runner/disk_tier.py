@@ -33,7 +33,7 @@ def open_disk(
         directory,
         fingerprint=kv_fingerprint(config, files, hparams, loaded=loaded, made=made),
         max_bytes=int((_DEFAULT_GB if size is None else size) * 2**30),
-        record_bytes=RecordLayout([made.cache]).record_bytes,
+        record_bytes=RecordLayout(made.caches).record_bytes,
     )
     return [store]
 
@@ -65,6 +65,8 @@ def kv_fingerprint(
         **{"prompt_rounding": config.scheduler.prompt_rounding},
         **{"tp": parts.mesh.tp.size, "pp": parts.mesh.pp.size},
     }
+    if made.drafter_kv is not None:
+        options["drafter"] = made.drafter_kv.identity
     if config.lora.enable_lora:
         options["lora_dtype"] = config.lora.lora_dtype
     return Fingerprint(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
 from windlass.core.types import BlockId, StepPlan, TierStats
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, EngineError
 from windlass.kernels.batch import KVCache
 from windlass.kernels.storages import Held
 from windlass.runner.device import gib
@@ -49,6 +49,7 @@ _log = logging.getLogger("windlass.tiers")
 _NUM_READERS = 4
 _MAX_WRITES = 512  # records that wait to be written to one store; more are refused
 _RECENT = 0.2  # weight of the last measurement
+_MAX_INCOMPLETE = 65_536  # keys; a load of one that was forgotten fails once more
 _FORGET_S = 60.0  # half-life of a measured rate: a store that was slow once is tried again
 
 
@@ -122,17 +123,19 @@ class _PeerTier(_SlowTier):
         return self._peer.wants(key) and not self._peer.contains(key)
 
 
-def open_tiers(config: EngineConfig, cache: KVCache, others: Sequence[BlockStore] = ()) -> KVTiers:
+def open_tiers(
+    config: EngineConfig, caches: Sequence[KVCache], others: Sequence[BlockStore] = ()
+) -> KVTiers:
     """Open the tiers of one rank, and measure the speed of its copies. `others`: see `KVTiers`."""
     size = config.cache.kv_offload_gb
     num_bytes = offload_bytes(config.cache, config.parallel.num_ranks)
-    record_bytes = RecordLayout([cache]).record_bytes
+    record_bytes = RecordLayout(caches).record_bytes
     if size is not None and num_bytes < record_bytes:
         raise ConfigError(
             f"--kv-offload-gb {size:g} is {gib(num_bytes)} per rank, and one KV block takes "
             f"{gib(record_bytes)}. Set a larger size."
         )
-    copies = make_block_copies([cache], num_bytes, plain_kernels=config.model.plain_kernels)
+    copies = make_block_copies(caches, num_bytes, plain_kernels=config.model.plain_kernels)
     rate = measure_rates(copies).write_bytes_per_s
     tiers = KVTiers(copies, others, host_record_s=copies.record_bytes / rate)
     reason = f"{copies.rows.num_rows:,} blocks, {rate / 2**30:.1f} GiB/s to the device"
@@ -167,6 +170,7 @@ class KVTiers:
         self._fetched: SimpleQueue[_Record] = SimpleQueue()
         self._ended: list[tuple[bytes, bool]] = []
         self._others: _OtherRanks | None = None
+        self._is_closed = False
 
     def share(self, peer: PeerExport | PeerStore) -> None:
         """Add the store between this engine and another one, before the first plan."""
@@ -185,12 +189,16 @@ class KVTiers:
     # ---- lookups, from core ------------------------------------------------------------------
 
     def find(self, key: bytes) -> int | None:
+        if self._others is not None and key in self._others.incomplete:
+            return None
         for number, tier in enumerate(self._tiers):
             if tier.store.contains(key):
                 return number
         return None
 
     def lacks(self, key: bytes) -> bool:
+        if self._others is not None and key in self._others.incomplete:
+            return True
         return not self._host.contains(key) or any(tier.lacks(key) for tier in self._slow)
 
     def record_s(self, tier: int) -> float:
@@ -215,6 +223,8 @@ class KVTiers:
             self._save(plan.saves)
             self._write(ready)
             self._fetch_queued()
+        if plan.saves and self._others is not None:
+            self._others.saved(plan.saves)
 
     def _save(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
         blocks, rows = [], []
@@ -367,10 +377,13 @@ class KVTiers:
     def clear(self) -> None:
         if self._others is not None:
             self._others.clear()
+        self._finish_saves()
+        self._host.clear()
+
+    def _finish_saves(self) -> None:
         for saving in self._saving:
             saving.copy.wait()
         self._advance()
-        self._host.clear()
 
     def stats(self) -> list[TierStats]:
         found = []
@@ -394,10 +407,13 @@ class KVTiers:
         return found
 
     def close(self) -> None:
-        """Finish what was started, also writes to other stores."""
-        for saving in self._saving:
-            saving.copy.wait()
-        self._advance()
+        """Finish what was started, also writes to other stores, on all ranks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._others is not None:
+            self._others.close()
+        self._finish_saves()
         for tier in self._slow:
             tier.close()
         self._copies.close()
@@ -411,12 +427,23 @@ def _submit(threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
 
 
 class _OtherRanks:
-    """The loads of all ranks: each counts when every rank has reported it."""
+    """The loads of all ranks: each counts when every rank has reported it.
+
+    `incomplete`: keys whose records some ranks have lost. They are misses until they are saved again;
+    ranks that have them skip the copy.
+    """
 
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
         self._reports: dict[bytes, list[bool]] = {}
         self.are_saving = False
+        self.incomplete: dict[bytes, None] = {}
+
+    def saved(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
+        """Note the saves of a plan: other ranks may copy blocks where this one has nothing to do."""
+        self.are_saving = True
+        for _, key in saves:
+            self.incomplete.pop(key, None)
 
     def agreed(self, own: list[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
         replies = self._followers.call("kv_loads")
@@ -431,7 +458,19 @@ class _OtherRanks:
                 at = end
         num_ranks = 1 + len(replies)
         complete = [key for key, oks in self._reports.items() if len(oks) == num_ranks]
-        return [(key, all(self._reports.pop(key))) for key in complete]
+        ended = [(key, all(self._reports.pop(key))) for key in complete]
+        self.incomplete.update((key, None) for key, ok in ended if not ok)
+        while len(self.incomplete) > _MAX_INCOMPLETE:
+            del self.incomplete[next(iter(self.incomplete))]
+        return ended
 
     def clear(self) -> None:
         self._followers.call("kv_clear")
+        self.incomplete.clear()
+
+    def close(self) -> None:
+        """Wait until the other ranks have written what they save."""
+        try:
+            self._followers.call("kv_close")
+        except EngineError as error:  # they have ended
+            _log.warning("KV blocks of other ranks may not be stored: %s", error)

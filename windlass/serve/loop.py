@@ -135,6 +135,7 @@ class _EngineLoop:
             self._receive()
             if self._stopping:
                 self._update_expert_load()
+                self._engine.close()
                 return 0
             if self._engine.has_work:
                 self._step()

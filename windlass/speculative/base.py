@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from windlass.config import EngineConfig, Limits
+from windlass.core.card import Capacity
 from windlass.core.types import Draft, Row, RowResult, SlotId, SlotInit, StepPlan
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
@@ -14,7 +15,7 @@ from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Held
-    from windlass.runner.assemble import Assembled
+    from windlass.runner.assemble import Assembled, DrafterKV
     from windlass.runner.executor import PendingStep
     from windlass.runner.load import Loaded
 
@@ -126,4 +127,16 @@ class ProposerLoader(Protocol):
 
     def describe(self) -> str:
         """Describe the proposer for the start-up table."""
+        ...
+
+
+@runtime_checkable
+class DrafterLoader(Protocol):
+    """A loader whose drafter fills KV pages of its own as the target computes: tiers save both.
+
+    A draft model computes the tokens of a loaded prefix by itself, before it drafts (`backlog`).
+    """
+
+    def make_kv(self, capacity: Capacity) -> DrafterKV:
+        """Allocate the KV cache that `start` finds in `made.drafter_kv`."""
         ...

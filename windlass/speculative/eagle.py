@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.card import Capacity
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import CheckpointError
 from windlass.kernels.batch import KVCache, attention_layout
@@ -22,6 +23,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import Network, Parts, kernel_need, rank_heads
 from windlass.quant.unquantised import Unquantised
+from windlass.runner.assemble import DrafterKV
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.base import Proposer, SpeculationContext
 from windlass.speculative.heads import (
@@ -92,6 +94,7 @@ class EagleLoader:
     layers: tuple[int, ...]
     max_draft_tokens: int
     loaded: Loaded
+    digest: str  # of the head's files
 
     @property
     def token_bytes(self) -> int:
@@ -106,14 +109,12 @@ class EagleLoader:
             dtype=self.loaded.parts.dtype,
         )
 
+    def make_kv(self, capacity: Capacity) -> DrafterKV:
+        layout = self._layout(capacity.block_size)
+        return make_drafter_kv(layout, capacity, self.loaded, f"eagle {self.digest}")
+
     def start(self, made: Assembled) -> Proposer:
-        capacity, parts = made.capacity, self.loaded.parts
-        # One block more, for writes past the end of a request's blocks.
-        layout, num_blocks = self._layout(capacity.block_size), capacity.num_blocks + 1
-        cache = KVCache(layout, num_blocks, parts.dtype, parts.device)
-        network = self.loaded.network
-        drafter = EagleDrafter(head=self.head, network=network, layers=self.layers, cache=cache)
-        return attach(made, drafter)
+        return attach_drafter(made, self.head, self.loaded.network, self.layers)
 
     def describe(self) -> str:
         vocabulary = self.head.d2t.shape[0]
@@ -121,6 +122,23 @@ class EagleLoader:
             f"eagle, up to {self.max_draft_tokens} draft tokens, vocabulary of {vocabulary:,}, "
             f"reads layers {self.layers}"
         )
+
+
+def make_drafter_kv(
+    layout: KVLayout, capacity: Capacity, loaded: Loaded, identity: str
+) -> DrafterKV:
+    """A KV cache with the target's blocks, and one more for writes past the end of a request's."""
+    dtype, device = loaded.parts.dtype, loaded.parts.device
+    return DrafterKV(KVCache(layout, capacity.num_blocks + 1, dtype, device), identity)
+
+
+def attach_drafter(
+    made: Assembled, head: DraftHead, network: Network, layers: tuple[int, ...]
+) -> Proposer:
+    """Attach a head to the runner. `layers`: whose hidden states it reads."""
+    assert made.drafter_kv is not None
+    cache = made.drafter_kv.cache
+    return attach(made, EagleDrafter(head=head, network=network, layers=layers, cache=cache))
 
 
 def open_loader(context: SpeculationContext) -> EagleLoader:
@@ -147,6 +165,7 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
         layers=layers,
         max_draft_tokens=context.config.speculation.max_draft_tokens,
         loaded=context.loaded,
+        digest=files.digest,
     )
 
 

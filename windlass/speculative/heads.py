@@ -12,6 +12,7 @@ from windlass.errors import CheckpointError, ConfigError
 from windlass.models.card import open_checkpoint
 from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredTensor
 from windlass.models.fields import Fields
+from windlass.models.file_digest import file_digest
 from windlass.models.fingerprint import fingerprint
 from windlass.models.hparams import HParams
 from windlass.models.json_file import read_json
@@ -41,6 +42,12 @@ class HeadFiles:
     config: Mapping[str, Any]
     tensors: Checkpoint
     source: str  # the config's path, for errors
+    files: ModelFiles
+
+    @property
+    def digest(self) -> str:
+        """Identifies the head among others."""
+        return file_digest(self.files, ModelConfig(model=str(self.files.path)))
 
 
 def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
@@ -107,7 +114,8 @@ def _open(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[
     except CheckpointError as error:
         raise CheckpointError(f"--spec-model: {error}") from error
     config_of = flatten_config(read_json(source), str(source))
-    return HeadFiles(config_of, _RenamedCheckpoint(whole, renamed, ignored), str(source))
+    tensors = _RenamedCheckpoint(whole, renamed, ignored)
+    return HeadFiles(config_of, tensors, str(source), files)
 
 
 def draft_vocab(files: HeadFiles, vocab_size: int) -> int | None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from windlass.config import EngineConfig
+from windlass.core.card import Capacity
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
-from windlass.kernels.batch import KVCache
 from windlass.layers.linear import Linear
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.hparams import HParams
@@ -30,11 +30,10 @@ from windlass.quant.base import LinearMethod
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.load import Loaded, make_blueprint
 from windlass.speculative.base import Proposer, SpeculationContext
-from windlass.speculative.eagle import EagleDrafter
-from windlass.speculative.heads import attach
+from windlass.speculative.eagle import attach_drafter, make_drafter_kv
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled
+    from windlass.runner.assemble import Assembled, DrafterKV
 
 _PLAIN = ("bf16", "f16", "f32")
 
@@ -71,16 +70,13 @@ class MTPLoader:
         parts = self.loaded.parts
         return mtp_kv_layout(self.hparams, block_size, parts.dtype, parts.mesh)
 
-    def start(self, made: Assembled) -> Proposer:
-        capacity, parts = made.capacity, self.loaded.parts
+    def make_kv(self, capacity: Capacity) -> DrafterKV:
         layout = self._layout(capacity.block_size)
-        # One block more, for writes past the end of a request's blocks.
-        cache = KVCache(layout, capacity.num_blocks + 1, parts.dtype, parts.device)
+        return make_drafter_kv(layout, capacity, self.loaded, "mtp")  # the model's files have it
+
+    def start(self, made: Assembled) -> Proposer:
         reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
-        drafter = EagleDrafter(
-            head=self.layer, network=self.loaded.network, layers=reads, cache=cache
-        )
-        return attach(made, drafter)
+        return attach_drafter(made, self.layer, self.loaded.network, reads)
 
     def describe(self) -> str:
         head = "the model's" if self.layer.layer.shared_head.head is None else "its own"

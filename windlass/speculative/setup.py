@@ -8,12 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from windlass.config import EngineConfig, Limits
-from windlass.core.card import Choice
+from windlass.core.card import Capacity, Choice
 from windlass.core.speculation.costs import Costs
 from windlass.core.speculation.facts import ProposerTraits, SpeculationFacts
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.base import Proposer, ProposerLoader, SpeculationContext
+from windlass.speculative.base import (
+    DrafterLoader,
+    Proposer,
+    ProposerLoader,
+    SpeculationContext,
+)
 from windlass.speculative.early_exit import EarlyExitLoader
 from windlass.speculative.measure import MeasureLimits, measure, spot_check
 from windlass.speculative.measurement_cache import (
@@ -31,7 +36,7 @@ from windlass.speculative.registry import (
 from windlass.speculative.runner import SpeculativeRunner
 
 if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled
+    from windlass.runner.assemble import Assembled, DrafterKV
     from windlass.runner.load import Loaded
     from windlass.runner.runner import Runner
     from windlass.runner.worker import Worker
@@ -83,6 +88,11 @@ class SpeculationSetup:
             self.lookahead_after_drafts = (
                 1 + options.max_draft_tokens if options.spec in PRELAUNCHES else 0
             )
+
+    def make_kv(self, capacity: Capacity) -> DrafterKV | None:
+        """Allocate the KV cache of a drafter, if it has one."""
+        loader = self._loader
+        return loader.make_kv(capacity) if isinstance(loader, DrafterLoader) else None
 
     def start(self, made: Assembled, limits: Limits, requested: str) -> StartedSpeculation:
         """Wrap the runner with speculation; `requested` is the --spec that the user gave.
