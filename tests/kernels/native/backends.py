@@ -63,10 +63,40 @@ _BACKENDS = {
         ),
     ),
 }
-_BUILD = (
-    "import sys; from pathlib import Path; from windlass.kernels.native.compiled import load; "
-    "load(Path(sys.argv[1]), sys.argv[2:])"
-)
+# Without optimisation, a compiler reads headers most of the time: they are compiled once per build.
+_HEADERS = """
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <thread>
+#include <vector>
+#if !defined(WINDLASS_SCALAR) && defined(__x86_64__)
+#include <immintrin.h>
+#elif !defined(WINDLASS_SCALAR) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+"""
+_BUILD = """
+import subprocess, sys
+from pathlib import Path
+from windlass.kernels.native import compiled
+from windlass.kernels.native.compiler import FLAGS, find_compilers, machine_flags
+
+folder, header, *flags = sys.argv[1:]
+compilers, _ = find_compilers()
+extra = [*flags, "-include", header]
+if compilers and compiled._from_cache(Path(folder), extra, compiled.SOURCES, compilers) is None:
+    call = [*compilers[0].command, *FLAGS, *machine_flags(), *flags, "-x", "c++-header"]
+    subprocess.run([*call, header, "-o", header + ".gch"], check=True)
+    compiled.load(Path(folder), extra)
+    Path(header + ".gch").unlink()  # it is large
+"""
 _SELFTEST = [
     Path(__file__).with_name(name)
     for name in ("selftest.cpp", "selftest_ops.h", "selftest_special.h", "definition.h")
@@ -99,13 +129,24 @@ def backend_folder(config: pytest.Config) -> Path:
 
 def build(backend: Backend, folder: Path, run: Run) -> None:
     """Compile the backend's library if it is not cached."""
-    run([sys.executable, "-c", _BUILD, folder, *backend.build_flags])
+    run([sys.executable, "-c", _BUILD, folder, _header(backend, folder), *backend.build_flags])
+
+
+def _header(backend: Backend, folder: Path) -> Path:
+    """The file that all sources of a backend's library include first."""
+    flags = "\0".join(backend.build_flags).encode()
+    path = folder / hashlib.blake2b(flags, digest_size=8).hexdigest() / "headers.h"
+    path.parent.mkdir(exist_ok=True)
+    if not path.is_file():
+        path.write_text(_HEADERS)
+    return path
 
 
 @cache
 def backend_pool(backend: Backend, folder: Path) -> Pool:
     """Return a pool of two threads over the backend's library, compiled if it is not cached."""
-    native = compiled.load(folder, backend.build_flags)
+    header = _header(backend, folder)
+    native = compiled.load(folder, (*backend.build_flags, "-include", str(header)))
     assert native.simd == backend.name
     return Pool(native, 2)
 
@@ -138,7 +179,8 @@ class SelfTest:
         return "".join(output_of(run([*self.emulator, program, *call])) for call in calls)
 
     def _build(self, folder: Path, run: Run) -> Path:
-        digest = hashlib.blake2b("\0".join((*self.compiler, *self.flags)).encode(), digest_size=8)
+        words = (*self.compiler, *self.flags, _HEADERS)
+        digest = hashlib.blake2b("\0".join(words).encode(), digest_size=8)
         for path in [*_SELFTEST, *sorted(compiled.SOURCES.iterdir())]:
             digest.update(path.read_bytes())
         program = folder / digest.hexdigest()
@@ -148,10 +190,13 @@ class SelfTest:
         call.append(f"-I{compiled.SOURCES}")
         sources = [_SELFTEST[0], *sorted(compiled.SOURCES.glob("*.cpp"))]
         objects = [program.with_name(f"{program.name}.{source.stem}.o") for source in sources]
-
+        header = program.with_suffix(".h")
+        header.write_text(_HEADERS)
+        precompiled = program.with_suffix(".h.gch")
+        output_of(run([*call, "-x", "c++-header", header, "-o", precompiled]))
         for source, output in zip(sources, objects, strict=True):
-            output_of(run([*call, "-c", source, "-o", output]))
+            output_of(run([*call, "-include", header, "-c", source, "-o", output]))
         output_of(run([*call, *objects, "-o", program]))
-        for path in objects:
+        for path in (*objects, header, precompiled):
             path.unlink()
         return program
