@@ -118,7 +118,8 @@ def test_a_conversation_stays_where_its_prefix_is(fleet: Running) -> None:
 def test_a_client_that_goes_away_aborts_its_request(fleet: Running) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 20000, "stream": True, "ignore_eos": True}
     with fleet.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: httpx closes the stream with its iterator
+        next(lines)
         wait_until(lambda: sum(each.stats.num_running for each in fleet.snapshots()) == 1)
     wait_until(lambda: not any(each.stats.num_running for each in fleet.snapshots()))
 

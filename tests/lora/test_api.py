@@ -153,7 +153,8 @@ def test_unload_lets_running_requests_finish(adapter_server: AdapterServer) -> N
             "stream": True,
         },
     ) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
+        next(lines)
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join(0.05)

@@ -185,7 +185,8 @@ def test_prometheus_scrapes_the_server_and_an_alert_fires_and_clears(
             prompt = "x" * 960  # 61 of 64 blocks
             body = {"prompt": prompt, "max_tokens": 50, "stream": True, "ignore_eos": True}
             with server.http.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_lines())
+                lines = response.iter_lines()  # kept: httpx closes the stream with its iterator
+                next(lines)
                 wait_until(lambda: _alerts(api) == ["firing"])
             wait_until(lambda: _alerts(api) == [])
     finally:

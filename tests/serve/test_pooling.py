@@ -17,6 +17,7 @@ import torch
 
 from tests.pooling_models import CONTEXT, HIDDEN, add_modules, save_model, vector
 from tests.serve.conftest import Server, running, wait_until
+from tests.serve.test_openapi import Described
 from tests.serve.tiny_model import serving
 from windlass.errors import ConfigError
 from windlass.serve.response_types import EmbeddingList, Ranking, ScoreList
@@ -52,6 +53,16 @@ def embed(server: Server, **body: Any) -> Any:
     response = server.http.post("/v1/embeddings", json=body)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def test_ollamas_vectors_have_the_described_fields(server: Server, want: torch.Tensor) -> None:
+    described = Described(server, server.http.get("/openapi.json").json())
+    name = server.openai.models.list().data[0].id
+    several = described("POST", "/api/embed", json={"model": name, "input": list(TEXTS)})
+    torch.testing.assert_close(torch.tensor(several["embeddings"]), want, rtol=1e-4, atol=1e-5)
+    one = described("POST", "/api/embeddings", json={"model": name, "prompt": next(iter(TEXTS))})
+    vector = torch.nn.functional.normalize(torch.tensor(one["embedding"]), dim=0)
+    torch.testing.assert_close(vector, want[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_openai_client(server: Server, want: torch.Tensor) -> None:

@@ -214,6 +214,22 @@ class OllamaText(_OllamaEnd):
     thinking: str | None = None
 
 
+class OllamaVectors(_Response):
+    """The response of /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaVector(_Response):
+    """The response of /api/embeddings."""
+
+    embedding: list[float]
+
+
 class OllamaDetails(_Response):
     parent_model: str
     format: Literal["gguf", "safetensors"]

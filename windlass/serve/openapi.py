@@ -23,6 +23,8 @@ from windlass.serve.api_response_types import (
     OllamaModels,
     OllamaShown,
     OllamaText,
+    OllamaVector,
+    OllamaVectors,
     ResponseObject,
     ServerVersion,
     StoredFile,
@@ -191,8 +193,12 @@ _OPERATIONS = {
     "POST /api/generate": Operation(
         _OLLAMA, "Complete a text", (OllamaGenerateRequest,), (_JSON, _LINES), result=OllamaText
     ),
-    "POST /api/embed": Operation(_OLLAMA, "Embed texts", (OllamaEmbedRequest,)),
-    "POST /api/embeddings": Operation(_OLLAMA, "Embed a text", (OllamaEmbeddingsRequest,)),
+    "POST /api/embed": Operation(
+        _OLLAMA, "Embed texts", (OllamaEmbedRequest,), result=OllamaVectors
+    ),
+    "POST /api/embeddings": Operation(
+        _OLLAMA, "Embed a text", (OllamaEmbeddingsRequest,), result=OllamaVector
+    ),
     "POST /api/show": Operation(
         _OLLAMA, "Describe a model", (OllamaShowRequest,), result=OllamaShown
     ),
