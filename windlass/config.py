@@ -315,7 +315,7 @@ class GrammarConfig:
 
     def __post_init__(self) -> None:
         for name in ("grammar_compile_timeout", "grammar_step_timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{flag(name)} must be above 0, got {getattr(self, name)!r}.")
         at_least(self, 16 * 2**20, "grammar_memory_bytes")
 
@@ -578,7 +578,9 @@ class ServeConfig:
             raise ConfigError(
                 f"--fallback-wait-ms must be a number above 0, got {self.fallback_wait_ms}."
             )
-        if self.log_stats_interval != 0 and self.log_stats_interval < MIN_LOG_INTERVAL_S:
+        if self.price_per_hour == math.inf:
+            raise ConfigError("--price-per-hour must be a number, got inf.")
+        if self.log_stats_interval != 0 and not self.log_stats_interval >= MIN_LOG_INTERVAL_S:
             raise ConfigError(
                 f"--log-stats-interval must be 0 or at least {MIN_LOG_INTERVAL_S} (seconds), got "
                 f"{self.log_stats_interval}."

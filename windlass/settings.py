@@ -32,10 +32,10 @@ def option(default: Any, help: str, *flags: str, live: bool = False, secret: boo
 
 
 def at_least(owner: object, low: float, *names: str) -> None:
-    """Raise ConfigError if a field of `owner` is below `low`; None passes."""
+    """Raise ConfigError if a field of `owner` is below `low`, or NaN; None passes."""
     for name in names:
         value = getattr(owner, name)
-        if value is not None and value < low:
+        if value is not None and not value >= low:
             raise ConfigError(f"{flag(name)} must be at least {low:g}, got {value!r}.")
 
 

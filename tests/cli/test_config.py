@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Invoke
 from windlass.cli.main import app
+from windlass.config import EngineConfig, GateConfig, ServeConfig
+from windlass.errors import ConfigError
+
+SECTIONS = [type(getattr(EngineConfig(), item.name)) for item in fields(EngineConfig)]
+NUMBERS = [
+    (section, item.name)
+    for section in (*SECTIONS, ServeConfig, GateConfig)
+    for item in fields(section)
+    if "float" in str(item.type)
+]
 
 
 def test_values_and_sources(
@@ -80,3 +92,15 @@ def test_the_options_are_those_of_the_server() -> None:
 
     assert names("config") - names("serve") == {"as_json", "show_all"}
     assert names("serve") <= names("config")
+
+
+@pytest.mark.parametrize(("section", "name"), NUMBERS)
+def test_no_option_accepts_nan(section: type, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        section(**{name: math.nan})
+
+
+def test_the_price_is_finite(windlass: Invoke) -> None:
+    outcome = windlass("config", "--price-per-hour", "inf")
+    assert outcome.code == 2
+    assert "--price-per-hour must be a number, got inf." in outcome.err
