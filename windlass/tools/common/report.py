@@ -56,6 +56,7 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/disaggregation.md",
     "docs/fairness.md",
+    "docs/fleet.md",
     "docs/kv-tiers.md",
     "docs/lora.md",
     "docs/ladder.md",
@@ -87,6 +88,15 @@ COLUMNS: dict[str, Columns] = {
         "p99_ratio": "p99 over alone",
         "jain": "Jain's index",
         "flood_left": "requests of the flood left",
+    },
+    "fleet-failures": {
+        "killed": "killed",
+        "kills": "kills",
+        "ok": "requests answered",
+        "cut": "streams cut",
+        "lost": "requests lost",
+        "recovery_p50_s": "all replicas up again: p50 s",
+        "recovery_max_s": "max s",
     },
     "prefill-decode": {
         "label": "engines",
