@@ -20,7 +20,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.build_peers import RemotePeers, SharedRings, join_hosts, join_replicas
+from windlass.build_peers import (
+    Peer,
+    RemotePeers,
+    SharedRings,
+    engine_peers,
+    join_hosts,
+    join_replicas,
+)
 from windlass.config import EngineConfig, Limits
 from windlass.core.adapters import Adapters
 from windlass.core.card import Capacity, Choice, EngineReport, ModelCard
@@ -29,7 +36,7 @@ from windlass.core.make_scheduler import DraftLimits, make_scheduler
 from windlass.core.scheduler import Scheduler
 from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
 from windlass.core.tokenizer import Tokenizer
-from windlass.engine import Engine, EnginePeers
+from windlass.engine import Engine
 from windlass.errors import ConfigError, EngineError
 from windlass.machine.topology import CpuSlot
 from windlass.models.card import load_card, open_checkpoint, read_headers
@@ -168,8 +175,12 @@ class _Rank:
     made: Assembled
     grammars: GrammarCompiler
     tiers: KVTiers | None
-    peers: EnginePeers = field(default_factory=EnginePeers)
+    peer: Peer | None = None  # the store that it shares with other engines
     kv_facts: dict[str, str] = field(default_factory=dict)  # see EngineReport
+
+    @property
+    def number(self) -> int:
+        return self.weights.parts.mesh.world.rank
 
 
 def build_engine(config: EngineConfig, source: Source, weights: Loaded | None = None) -> Built:
@@ -216,8 +227,7 @@ def _build_engine(
         config = _resolve_speculation(config, source, choose_device(config.model).type)
         if ranks is None:
             rank = _build_rank(config, source, log, weights=weights)
-            if shared is not None:
-                rank = _join_peers(rank, source, shared)
+            rank = _join_peers(rank, source, shared)
             return _finish(rank, source, log, requested_spec)
         from windlass.parallel.groups import connect
         from windlass.runner.device import claim_gpu, claimed_cpus
@@ -225,11 +235,11 @@ def _build_engine(
 
         own = claim_gpu(config, ranks.place)
         cpus = claimed_cpus(config.parallel)
-        ranks.build(partial(build_worker, config, source, cpus))
+        ranks.build(partial(build_worker, config, source, cpus, shared=shared))
         ranks.wait_until_ready()
         mesh = connect(ranks.place)
         ranks.interrupts = mesh.interrupts
-        rank = _build_rank(own, source, log, mesh=mesh)
+        rank = _join_peers(_build_rank(own, source, log, mesh=mesh), source, shared)
         ranks.wait_until_ready()
         followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)
@@ -288,6 +298,7 @@ def build_worker(
     cpus: CpuSlot,
     place: Place,
     ready: Callable[[], object],
+    shared: SharedRings | RemotePeers | None = None,
 ) -> Handler:
     """Build a rank beside rank 0, in its own process. `cpus`: of the machine's first rank of this engine."""
     from windlass.parallel.groups import connect
@@ -306,6 +317,7 @@ def build_worker(
         config = replace(config, grammar=replace(config.grammar, grammar_step_timeout=math.inf))
     ready()
     rank = _build_rank(config, source, _Log(), mesh=connect(place))
+    rank = _join_peers(rank, source, shared)
     _tune_garbage_collector()
     made, adapters, speculation = rank.made, rank.adapters, rank.speculation
     memory = RunnerMemory(_owners(made.runner, adapters), rank.weights.parts.device, {})
@@ -326,6 +338,10 @@ def build_worker(
             "kv_clear": tiers.clear,
             "kv_close": tiers.close,
         }
+    if rank.peer is not None:
+        from windlass.tiers.peer_ranks import follower_calls
+
+        worker.calls |= follower_calls(rank.peer, rank.number)
     if not isinstance(speculation, _NoSpeculation):
         worker.calls |= speculation.follow(made, worker)
     return worker.handle
@@ -400,15 +416,18 @@ def _open_tiers(
     return tiers
 
 
-def _join_peers(rank: _Rank, source: Source, shared: SharedRings | RemotePeers) -> _Rank:
-    """Add the store of KV blocks that this engine shares with others to its tiers."""
+def _join_peers(rank: _Rank, source: Source, shared: SharedRings | RemotePeers | None) -> _Rank:
+    """Add the store of KV blocks that this rank shares with other engines to its tiers."""
     from windlass.runner.disk_tier import kv_fingerprint
-    from windlass.runner.kv_records import RecordLayout
 
+    if shared is None:
+        return rank
     assert rank.tiers is not None
-    record_bytes = RecordLayout(rank.made.caches).record_bytes
+    record_bytes = rank.made.record_bytes
     if isinstance(shared, SharedRings):
-        return replace(rank, peers=join_replicas(shared, rank.tiers, record_bytes))
+        peer = join_replicas(shared, rank.number, record_bytes)
+        rank.tiers.share(peer)
+        return replace(rank, peer=peer)
     fingerprint = kv_fingerprint(
         rank.config,
         source.files,
@@ -417,15 +436,24 @@ def _join_peers(rank: _Rank, source: Source, shared: SharedRings | RemotePeers) 
         made=rank.made,
         on_many_hosts=True,
     )
-    facts = fingerprint.facts(record_bytes)
-    peers = join_hosts(
+    facts = fingerprint.facts()
+    peer = join_hosts(
         shared,
-        rank.tiers,
+        rank.number,
         record_bytes=record_bytes,
         facts=facts,
         limit_s=rank.config.parallel.kv_transfer_timeout,
     )
-    return replace(rank, peers=peers, kv_facts=facts)
+    rank.tiers.share(peer)
+    return replace(rank, peer=peer, kv_facts=facts)
+
+
+def _adapter_versions(rank: _Rank) -> dict[str, str]:
+    """What identifies the adapters on all hosts, if other servers use them, too."""
+    if rank.adapters is None or rank.config.parallel.role == "both":
+        return {}
+    store = rank.adapters.store
+    return {name: store.version(name) for name in store.names}
 
 
 def _finish(
@@ -490,6 +518,7 @@ def _finish(
         seconds=log.seconds,
         memory={**made.memory, **adapter_memory},
         adapters=adapters.store.folders if adapters is not None else {},
+        adapter_versions=_adapter_versions(rank),
         prefix_caching=rank.config.cache.prefix_caching,
         kv_facts=rank.kv_facts,
     )
@@ -550,7 +579,7 @@ def _make_engine(
         overlap=overlap,
         memory=memory,
         expert_load=_monitor_experts(rank, followers),
-        peers=rank.peers,
+        peers=engine_peers(rank.peer, rank.tiers, followers),
         capture_next=made.runner.capture_next,
     )
 

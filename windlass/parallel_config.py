@@ -126,11 +126,6 @@ class ParallelConfig:
                 f"--prefill-replicas {self.prefill_replicas} leaves none of the replicas of "
                 f"--data-parallel-size {self.data_parallel_size} for the outputs. Start at least one more."
             )
-        if self.prefill_replicas and self.num_ranks > 1:
-            raise ConfigError(
-                "--prefill-replicas works with replicas of one device, and --tensor-parallel-size times "
-                f"--pipeline-parallel-size is {self.num_ranks}."
-            )
         for name in ("kv_transfer_gb", "kv_transfer_timeout"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ConfigError(
@@ -173,10 +168,10 @@ class ParallelConfig:
             raise ConfigError("--kv-transfer-timeout does nothing without --role decode.")
         if self.role == "both":
             return
-        if self.num_ranks > 1:
+        if self.nnodes > 1:
             raise ConfigError(
-                f"{role} works with engines of one device, and --tensor-parallel-size times "
-                f"--pipeline-parallel-size is {self.num_ranks}."
+                f"{role} hands KV blocks over through memory that all ranks of an engine share, and --nnodes "
+                f"is {self.nnodes}. Use devices of one machine for each engine."
             )
         if self.prefill_replicas:
             raise ConfigError(
@@ -281,8 +276,8 @@ class ParallelConfig:
 
     @property
     def transfer_bytes(self) -> int:
-        """Memory for the KV blocks that one prefill replica hands over."""
-        return int(self.kv_transfer_gb * 2**30)
+        """Memory for the KV blocks that one rank of a prefill engine hands over."""
+        return int(self.kv_transfer_gb * 2**30) // self.num_ranks
 
     @property
     def processes_per_node(self) -> int:

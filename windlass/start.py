@@ -49,11 +49,6 @@ def make_client(
         raise ConfigError(
             "--prefill-replicas and --role hand cached KV blocks over. Leave out --no-prefix-caching."
         )
-    if parallel.role != "both" and config.lora.enable_lora:
-        raise ConfigError(
-            f"--role {parallel.role} does not know whether two hosts have the same adapters. Leave out "
-            "--enable-lora, or use --prefill-replicas."
-        )
     if "prefill" in parallel.roles:
         split = SplitPolicy(parallel.roles, parallel.min_prefill_tokens)
     if parallel.prefill_addresses:
@@ -81,27 +76,33 @@ def _prefill_secret(parallel: ParallelConfig) -> bytes:
     return read_secret(parallel, name, *(split_address(name, each)[0] for each in addresses))
 
 
-def open_prefill_port(parallel: ParallelConfig) -> tuple[PrefillListener, Segment]:
-    """Bind the port of --role prefill; returns the memory that its engine writes, too."""
+def open_prefill_port(parallel: ParallelConfig) -> tuple[PrefillListener, list[Segment]]:
+    """Bind the port of --role prefill; returns the memory that the ranks of its engine write, too."""
     from windlass.serve.prefill_listener import PrefillListener, listen
 
-    ring, secret = Segment(parallel.transfer_bytes), _prefill_secret(parallel)
-    return PrefillListener(listen(parallel.prefill_listen), ring.map, secret), ring
+    rings, secret = _rings(parallel), _prefill_secret(parallel)
+    listener = listen(parallel.prefill_listen)
+    return PrefillListener(listener, [ring.map for ring in rings], secret), rings
+
+
+def _rings(parallel: ParallelConfig) -> list[Segment]:
+    """Memory for the KV blocks that one engine hands over: a segment of each rank."""
+    return [Segment(parallel.transfer_bytes) for _ in range(parallel.num_ranks)]
 
 
 def build_replicas(
     config: EngineConfig,
     source: Source,
     cpus: CpuSlot | None = None,
-    ring: Segment | None = None,
+    rings: Sequence[Segment] = (),
 ) -> list[Build]:
     """The build function of each replica. With several machines, opens the port where they join.
 
     `cpus`: of replica 0 among all engine processes of the machine; None: there is no other engine.
-    `ring`: memory for the KV blocks that --role prefill hands over.
+    `rings`: memory of each rank for the KV blocks that --role prefill hands over.
     """
     parallel, master = config.parallel, None
-    if parallel.role == "prefill" and ring is None:
+    if parallel.role == "prefill" and not rings:
         raise ConfigError(
             "role is prefill: only `windlass serve` computes prompts for other servers."
         )
@@ -118,13 +119,13 @@ def build_replicas(
     if parallel.hands_over and not config.cache.has_tiers:
         # Blocks pass through host memory on their way to another engine.
         config = replace(config, cache=replace(config.cache, kv_offload_gb=_TRANSFER_ROWS_GB))
-    rings = {index: Segment(parallel.transfer_bytes) for index in range(parallel.prefill_replicas)}
+    shares = {index: _rings(parallel) for index in range(parallel.prefill_replicas)}
     for replica in range(parallel.data_parallel_size):
         shared: SharedRings | RemotePeers | None = None
         if parallel.role != "both":
-            shared = RemotePeers(ring, _prefill_secret(parallel))
-        elif rings:
-            seen = {replica: rings[replica]} if replica in rings else rings
+            shared = RemotePeers(rings, _prefill_secret(parallel))
+        elif shares:
+            seen = {replica: shares[replica]} if replica in shares else shares
             shared = SharedRings(replica, seen)
         builds.append(partial(build_for_process, config, source, replica, master, shared, cpus))
     return builds
@@ -196,11 +197,11 @@ def serve(
         _check_fallbacks(config, fallbacks)
     if serve_config.http_workers == AUTO:
         serve_config = replace(serve_config, http_workers=num_http_workers(config.model.device))
-    prefill, ring = None, None
+    prefill, rings = None, list[Segment]()
     if config.parallel.role == "prefill":
-        prefill, ring = open_prefill_port(config.parallel)
+        prefill, rings = open_prefill_port(config.parallel)
     slots = iter(cpu_slots([config, *(other for _, other in fallbacks if other is not None)]))
-    client, open_card = _served(config, files, serve_config, next(slots), ring)
+    client, open_card = _served(config, files, serve_config, next(slots), rings)
     started = StartConfig(engine=config, sources=sources or {})
     parts = []
     for step, other in fallbacks:
@@ -231,14 +232,14 @@ def _served(
     files: ModelFiles,
     serve_config: ServeConfig,
     cpus: CpuSlot,
-    ring: Segment | None = None,
+    rings: Sequence[Segment] = (),
 ) -> tuple[EngineClient, Callable[[], ModelCard]]:
     """The client of a model's engine, and the function that opens the model and builds the engine."""
     client = make_client(config, serve_config.hang_timeout, serve_config.retry_on_restart)
 
     def open_card() -> ModelCard:
         opened = open_files(files, config)
-        client.build_with(*build_replicas(config, opened.source, cpus, ring))
+        client.build_with(*build_replicas(config, opened.source, cpus, rings))
         return opened.card
 
     return client, open_card

@@ -298,6 +298,21 @@ def test_restart_replays_changes_since_the_start() -> None:
     asyncio.run(main())
 
 
+def test_versions_are_those_of_adapters_that_did_not_change() -> None:
+    async def main() -> None:
+        registry, engine = AdapterRegistry(), FakeEngine()
+        folders, versions = {"a": "/a", "b": "/b"}, {"a": "1", "b": "2"}
+        registry.sync_after_start(folders, versions)
+        assert registry.versions == versions
+        await registry.change(UNLOAD, [engine])
+        await registry.change(messages.LoadAdapter("a", "/other"), [engine])
+        assert registry.versions == {"b": "2"}
+        registry.sync_after_start(folders, {"a": "1", "b": "3"})  # a restarted engine read b again
+        assert registry.versions == {"b": "3"}
+
+    asyncio.run(main())
+
+
 def test_a_restart_replays_changes_in_progress() -> None:
     async def main() -> None:
         registry, engine = AdapterRegistry(), FakeEngine()

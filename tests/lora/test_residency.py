@@ -259,3 +259,13 @@ def test_two_hundred_adapters_in_few_slots(seed: int, ahead: bool) -> None:
     assert (adapters._pins, adapters._users, adapters._orders, shelf.held) == ({}, {}, {}, [])
     assert adapters._leaving == set()
     assert len(adapters._idle) == len(adapters._slots) == 16 - len(adapters._free)
+
+
+def test_a_request_for_other_weights_is_refused() -> None:
+    shelf = FakeShelf(["a"])
+    adapters = Adapters(2, shelf)
+    version = shelf.version("a")
+    assert adapters.enter("a", version) == adapters.enter("a")
+    with pytest.raises(AdapterConflict, match="has other weights here than on the server"):
+        adapters.enter("a", "another version")
+    assert adapters.unload("a") == 2  # the refused one is no user

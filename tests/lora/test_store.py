@@ -186,3 +186,19 @@ def test_repeated_loads_leave_no_state(make: Make, tmp_path: Path) -> None:
         store.unregister(f"a{number}")
     held = (store._folders, store._loaded, store._pending, store._held, store._versions)
     assert [len(part) for part in held] == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("on_many_hosts", [False, True])
+def test_copies_of_an_adapter_have_one_version_on_many_hosts(
+    on_many_hosts: bool, tmp_path: Path
+) -> None:
+    store = AdapterStore(SPEC, 8, 2, on_many_hosts=on_many_hosts)
+    for number, seed in enumerate((1, 1, 2)):
+        folder = write_adapter(tmp_path / str(number), seed=seed)
+        for file in (CONFIG, WEIGHTS):
+            os.utime(folder / file, ns=(number, number))
+        store.register(str(number), folder)
+    first, copy, other = (store.version(str(number)) for number in range(3))
+    assert (first == copy) == on_many_hosts
+    assert other not in (first, copy)
+    store.close()

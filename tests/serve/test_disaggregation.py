@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 
 from tests.serve.conftest import Server, wait_until
 from tests.serve.tiny_model import serving, write_tiny_adapter, write_tiny_model
+from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
+from windlass.serve.handover import Handovers, SplitPolicy
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -189,3 +193,35 @@ def test_adapters_and_http_workers(folder: Path, tmp_path: Path) -> None:
             found[model] = replies[0]["choices"][0]["token_ids"]
         assert found[base] != found["tuned"]
         assert split.metric("handovers_total", result="handed over") == 2
+
+
+def test_pipeline_stages(folder: Path, together: Server) -> None:
+    """Each stage hands over the blocks of its layers."""
+    apart = {"data_parallel_size": 2, "prefill_replicas": 1, "min_prefill_tokens": 32}
+    options = {"num_threads": 1, "block_size": 16, "pipeline_parallel_size": 2}
+    with serving(folder, **options, **apart, kv_transfer_gb=0.04) as split:
+        bodies = [
+            {"prompt": f"{number % 3} {PROMPT}", "max_tokens": 12, "temperature": 0}
+            for number in range(6)
+        ]
+        with ThreadPoolExecutor(6) as pool:
+            replies = list(pool.map(lambda body: split.complete(**body).json(), bodies))
+        for reply, body in zip(replies, bodies, strict=True):
+            assert reply["choices"] == together.complete(**body).json()["choices"]
+        found = [explained(split, reply)["handover"] for reply in replies]
+        assert {each["reason"] for each in found} <= {None, "short prompt"}
+        assert [each["blocks"] for each in found].count(len(bodies[0]["prompt"]) // 16) >= 3
+        wait_until(lambda: peer_loads(split) > 0)
+
+
+def test_an_adapter_that_another_host_may_not_have_is_computed_here() -> None:
+    handovers = Handovers(SplitPolicy(("decode", "prefill"), min_tokens=4))
+    params = SamplingParams(max_tokens=5)
+    request = NewRequest("own", [1] * 9, params, adapter="tuned")
+    found, replicas = handovers.begin(request, [0, 1], 0, own_adapter=True)
+    assert (found.hand_over, replicas) == (False, [0])
+    state = handovers.find("own")
+    assert state is not None
+    assert state.reason == "adapter of this server"
+    found, replicas = handovers.begin(replace(request, request_id="known"), [0, 1], 0)
+    assert (found.hand_over, replicas) == (True, [1])

@@ -34,7 +34,7 @@ def both(options: Options = Options(), **config: object) -> Iterator[tuple[Serve
     port = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{port.getsockname()[1]}"
     policy = SplitPolicy(("decode", "prefill"), min_tokens=32)
-    listener = PrefillListener(port, mmap(-1, 2**20), SECRET)
+    listener = PrefillListener(port, [mmap(-1, 2**20)], SECRET)
     with (
         running(counting(options), prefill=listener, **config) as prefill,  # type: ignore[arg-type]
         running(split=policy, prefill_servers=[address], secret=SECRET) as decode,
@@ -154,7 +154,7 @@ def test_a_decode_server_starts_before_its_prefill_server() -> None:
         health = decode.http.get("/health").json()
         assert health["status"] == "degraded"
         assert "Connection refused" in str(health)
-        with running(prefill=PrefillListener(listen(address), mmap(-1, 2**20), SECRET)):
+        with running(prefill=PrefillListener(listen(address), [mmap(-1, 2**20)], SECRET)):
             wait_until(lambda: decode.client.health().reason == "")
             reply = decode.complete(prompt="then " + LONG, max_tokens=3).json()
             assert handover(decode, reply)["engines"] == 2

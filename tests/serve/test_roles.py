@@ -15,7 +15,7 @@ import pytest
 
 from tests.serve.conftest import Server, wait_until
 from tests.serve.test_disaggregation import explained, peer_loads, strip
-from tests.serve.tiny_model import serving, write_tiny_model
+from tests.serve.tiny_model import serving, write_tiny_adapter, write_tiny_model
 from tests.system import server as system
 from windlass.errors import ConfigError
 
@@ -48,7 +48,9 @@ def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def prefill_server(folder: Path, secret_file: Path, port: int) -> Iterator[system.Server]:
+def prefill_server(
+    folder: Path, secret_file: Path, port: int, *options: str
+) -> Iterator[system.Server]:
     """`windlass serve --role prefill`, in a process of its own."""
     flags = "--device cpu --dtype float32 --num-blocks 200 --max-num-seqs 8 --num-threads 1"
     with system.serving(
@@ -56,6 +58,7 @@ def prefill_server(folder: Path, secret_file: Path, port: int) -> Iterator[syste
         *flags.split(),
         *("--block-size", "16", "--role", "prefill", "--prefill-listen", f"127.0.0.1:{port}"),
         *("--cluster-secret-file", str(secret_file), "--kv-transfer-gb", "0.02"),
+        *options,
     ) as server:
         yield server
 
@@ -310,3 +313,48 @@ def test_a_slow_transfer_is_given_up(
         assert front.client.prefill_servers[0].health().ok
         assert peer_loads(front, 0) < len(body["prompt"]) // 16
     relay.listener.close()
+
+
+def test_adapters_and_ranks(folder: Path, secret_file: Path, tmp_path: Path) -> None:
+    """Two ranks on each side; one adapter is the same on both hosts, and one has only its name in common."""
+    port = free_port()
+    paths = {}
+    for host in ("prefill", "decode"):
+        (tmp_path / host).mkdir()
+        paths[host] = {
+            "same": write_tiny_adapter(tmp_path / host / "same"),
+            "other": write_tiny_adapter(tmp_path / host / "other", seed=len(host)),
+        }
+    modules = {
+        host: tuple(f"{name}={path}" for name, path in paths[host].items()) for host in paths
+    }
+    lora = {"enable_lora": True, "lora_modules": modules["decode"]}
+    flags = ("--tensor-parallel-size", "2", "--enable-lora", "--lora-modules", *modules["prefill"])
+    with (
+        prefill_server(folder, secret_file, port, *flags),
+        serving(
+            folder,
+            **DECODE,
+            **lora,
+            tensor_parallel_size=2,
+            prefill_servers=(f"127.0.0.1:{port}",),
+        ) as apart,
+        serving(folder, **ENGINE, **lora) as together,
+    ):
+        base = together.http.get("/v1/models").json()["data"][0]["id"]
+        tokens = []
+        for model, reason in ((base, None), ("same", None), ("other", "prefill engine refused")):
+            num_before = peer_loads(apart, 0)
+            body = {"model": model, "prompt": f"{model}: {PROMPT}", "max_tokens": 12}
+            full = {**body, "temperature": 0, "return_token_ids": True}
+            got, expected = (each.complete(**full).json() for each in (apart, together))
+            assert strip(got["choices"]) == strip(expected["choices"])
+            assert got["usage"] == expected["usage"]
+            found = explained(apart, got)["handover"]
+            assert found["reason"] == reason
+            if reason is None:
+                assert found["engines"] == 2
+                assert found["blocks"] == len(body["prompt"]) // 16
+                wait_until(lambda before=num_before: peer_loads(apart, 0) > before)
+            tokens.append(got["choices"][0]["token_ids"])
+        assert tokens[0] != tokens[1] != tokens[2]

@@ -60,7 +60,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_tiny_adapter(folder: Path) -> Path:
+def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
     """Write a LoRA adapter of that model which changes its tokens."""
     import torch
     from safetensors.torch import save_file
@@ -68,7 +68,7 @@ def write_tiny_adapter(folder: Path) -> Path:
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(2):
         for target, width in (("q_proj", 64), ("v_proj", 32)):

@@ -32,7 +32,10 @@ DECODE = {"role": "decode", "prefill_servers": "127.0.0.1:1"}
             "--prefill-servers must be HOST:PORT, got 'a:0'",
         ),
         ({**DECODE, "prefill_servers": "a:1,a:1"}, "names a server twice: a:1, a:1"),
-        ({**DECODE, "tensor_parallel_size": 2}, "--role decode works with engines of one device"),
+        (
+            {**DECODE, "tensor_parallel_size": 2, "nnodes": 2},
+            "--role decode hands KV blocks over through memory that all ranks of an engine share",
+        ),
         (
             {**DECODE, "data_parallel_size": 2, "prefill_replicas": 1},
             "--role decode and --prefill-replicas are two ways",
@@ -55,7 +58,6 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object], error:
     ("options", "error"),
     [
         ({"prefix_caching": False}, "Leave out --no-prefix-caching"),
-        ({"enable_lora": True}, "Leave out --enable-lora"),
         ({"prefill_servers": "10.0.0.1:1"}, "--prefill-servers 10.0.0.1 can be reached from other"),
         (
             {"cluster_secret": "short"},

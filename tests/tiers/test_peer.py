@@ -22,7 +22,7 @@ from windlass.core.handover import HandedBlocks, PeerRecord
 from windlass.errors import ConfigError
 from windlass.handshake import Hello, Identity, Welcome, receive_frame, send_frame
 from windlass.parallel.segment import Segment
-from windlass.tiers.fingerprint import RECORD_BYTES, digest_of
+from windlass.tiers.fingerprint import digest_of
 from windlass.tiers.peer import LocalSource, PeerExport, PeerStore, RecordRing
 from windlass.tiers.peer_link import (
     Join,
@@ -163,7 +163,7 @@ def test_a_writer_that_is_killed_leaves_no_wrong_record() -> None:
 
 # ---- TCP ---------------------------------------------------------------------------------------
 
-FACTS = {"the Windlass version": "1.0", RECORD_BYTES: str(SIZE), "the KV block size": "16"}
+FACTS = {"the Windlass version": "1.0", "the KV block size": "16"}
 IDENTITY = Identity(FACTS, SECRET)
 
 
@@ -181,7 +181,7 @@ class Port:
         )
         self.links: list[socket.socket] = []
         self.server = PeerPort(
-            RecordRing(memory),
+            [RecordRing(memory)],
             listen(),
             identity=lambda: IDENTITY,
             on_requests=lambda link, _address: self.links.append(link),

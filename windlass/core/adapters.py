@@ -154,16 +154,26 @@ class Adapters:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def enter(self, name: str) -> str:
-        """Count a new request. Returns the salt of its cached blocks."""
+    def enter(self, name: str, version: str = "") -> str:
+        """Count a new request. Returns the salt of its cached blocks.
+
+        `version`: that of the weights which the request is for; empty: any.
+        """
         if name in self._leaving or name not in self._shelf.names:
             hint = "" if self._enabled else " The engine was started without --enable-lora."
             raise AdapterNotFound(f"there is no adapter {name!r:.200} here.{hint}", "model")
-        self._users[name] = self._users.get(name, 0) + 1
         # A name may be loaded again from another folder, and cached blocks may outlive the engine.
         if name not in self._salts:
             self._salts[name] = f"{name}#{self._shelf.version(name)}"
-        return self._salts[name]
+        salt = self._salts[name]
+        if version and salt != f"{name}#{version}":
+            raise AdapterConflict(
+                f"the adapter {name!r:.200} has other weights here than on the server that sends the "
+                "request. Give both the same files.",
+                "model",
+            )
+        self._users[name] = self._users.get(name, 0) + 1
+        return salt
 
     def leave(self, name: str) -> None:
         """Count a request that has ended."""

@@ -86,6 +86,8 @@ class EngineReport:
     seconds: dict[str, float] = field(default_factory=dict)  # per phase of the start-up
     memory: dict[str, int] = field(default_factory=dict)  # bytes: weights, KV cache, process
     adapters: dict[str, str] = field(default_factory=dict)  # folder of each adapter by name
+    # With --role: what identifies the weights of each adapter on all hosts.
+    adapter_versions: dict[str, str] = field(default_factory=dict)
     prefix_caching: bool = True
     # What must be alike where KV blocks are exchanged with other hosts; empty: they are not.
     kv_facts: dict[str, str] = field(default_factory=dict)

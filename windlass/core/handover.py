@@ -18,6 +18,7 @@ class PeerRecord(NamedTuple):
 
     key: bytes  # of the prefix cache
     sequence: int  # the number of the record in that buffer
+    others: tuple[int, ...] = ()  # its numbers in the buffers of the engine's other ranks
 
 
 class HandedBlocks(NamedTuple):

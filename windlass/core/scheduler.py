@@ -151,7 +151,7 @@ class Scheduler:
             )
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
-        salt = self.adapters.enter(new.adapter) if new.adapter else ""
+        salt = self.adapters.enter(new.adapter, new.adapter_version) if new.adapter else ""
         seed = self._random.getrandbits(62) if new.sampling.seed is None else new.sampling.seed
         account = self._fair.enter(new, self._waiting.peek(), now)
         request = Request(

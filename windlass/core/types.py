@@ -41,6 +41,7 @@ class NewRequest:
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""  # requests share cached blocks only under the same salt
     adapter: str = ""
+    adapter_version: str = ""  # of its weights; an engine with others refuses the request
     # If set, the request returns a vector, and the sampled token is not used.
     pooling: PoolingParams | None = None
     prediction: tuple[int, ...] = ()  # the output that the client expects, as draft tokens

@@ -59,7 +59,11 @@ def open_adapters(
     )
     _tune(bank, network, gemm)
     store = AdapterStore(
-        hparams, max_rank=lora.max_lora_rank, max_host=lora.max_host, pack=bank.pack
+        hparams,
+        max_rank=lora.max_lora_rank,
+        max_host=lora.max_host,
+        pack=bank.pack,
+        on_many_hosts=config.parallel.role != "both",
     )
     for name, location in lora.modules().items():
         folder = locate(location, config.model)

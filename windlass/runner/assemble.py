@@ -23,6 +23,7 @@ from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
 from windlass.runner.kv_copies import reserved_bytes
+from windlass.runner.kv_records import RecordLayout
 from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.pooling import Pooler
@@ -64,6 +65,11 @@ class Assembled:
     def caches(self) -> list[KVCache]:
         """The KV caches whose pages of a block are saved together."""
         return [self.cache, *([] if self.drafter_kv is None else [self.drafter_kv.cache])]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one block on this rank, as KV tiers store it."""
+        return RecordLayout(self.caches).record_bytes
 
 
 def make_runner(

@@ -9,7 +9,6 @@ from windlass.models.file_digest import file_digest
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.runner.assemble import Assembled
-from windlass.runner.kv_records import RecordLayout
 from windlass.runner.load import Loaded
 from windlass.tiers.disk import DiskStore
 from windlass.tiers.fingerprint import Fingerprint
@@ -33,7 +32,7 @@ def open_disk(
         directory,
         fingerprint=kv_fingerprint(config, files, hparams, loaded=loaded, made=made),
         max_bytes=int((_DEFAULT_GB if size is None else size) * 2**30),
-        record_bytes=RecordLayout(made.caches).record_bytes,
+        record_bytes=made.record_bytes,
     )
     return [store]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,7 +107,7 @@ class _SlowTier(_Tier):
         return not self.store.contains(key)
 
     def close(self) -> None:
-        self.readers.shutdown()
+        self.readers.shutdown(cancel_futures=True)
         self.writer.shutdown()
         self.store.close()
 
@@ -183,6 +183,16 @@ class KVTiers:
         """Count a load only when the other ranks have theirs, too."""
         self._others = _OtherRanks(followers)
 
+    def save_again(self, keys: Iterable[bytes]) -> None:
+        """Let `lacks` say so of records that only other ranks lack."""
+        if self._others is not None:
+            self._others.lose(keys)
+
+    def found_again(self, keys: Iterable[bytes]) -> None:
+        """Let `find` see records that all ranks have again."""
+        if self._others is not None:
+            self._others.complete(keys)
+
     def storages(self) -> Iterator[Held]:
         return self._copies.storages()
 
@@ -224,7 +234,9 @@ class KVTiers:
             self._write(ready)
             self._fetch_queued()
         if plan.saves and self._others is not None:
-            self._others.saved(plan.saves)
+            # They may copy blocks where this rank has nothing to do.
+            self._others.are_saving = True
+            self._others.complete(key for _, key in plan.saves)
 
     def _save(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
         blocks, rows = [], []
@@ -439,10 +451,13 @@ class _OtherRanks:
         self.are_saving = False
         self.incomplete: dict[bytes, None] = {}
 
-    def saved(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
-        """Note the saves of a plan: other ranks may copy blocks where this one has nothing to do."""
-        self.are_saving = True
-        for _, key in saves:
+    def lose(self, keys: Iterable[bytes]) -> None:
+        self.incomplete.update(dict.fromkeys(keys))
+        while len(self.incomplete) > _MAX_INCOMPLETE:
+            del self.incomplete[next(iter(self.incomplete))]
+
+    def complete(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
             self.incomplete.pop(key, None)
 
     def agreed(self, own: list[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
@@ -457,11 +472,9 @@ class _OtherRanks:
                 self._reports.setdefault(reply[at + 2 : end], []).append(bool(reply[at]))
                 at = end
         num_ranks = 1 + len(replies)
-        complete = [key for key, oks in self._reports.items() if len(oks) == num_ranks]
-        ended = [(key, all(self._reports.pop(key))) for key in complete]
-        self.incomplete.update((key, None) for key, ok in ended if not ok)
-        while len(self.incomplete) > _MAX_INCOMPLETE:
-            del self.incomplete[next(iter(self.incomplete))]
+        reported = [key for key, oks in self._reports.items() if len(oks) == num_ranks]
+        ended = [(key, all(self._reports.pop(key))) for key in reported]
+        self.lose(key for key, ok in ended if not ok)
         return ended
 
     def clear(self) -> None:

@@ -8,7 +8,8 @@ up to date.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from windlass.errors import AdapterConflict, EngineError, WorkerDied
@@ -66,17 +67,24 @@ class AdapterRegistry:
 
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}
+        # Of the weights, on all hosts: of adapters that the engine started with and that did not change.
+        self.versions: dict[str, str] = {}
         self._started = False
         self._changing: dict[str, Change] = {}
 
-    def sync_after_start(self, initial: dict[str, str]) -> list[Change]:
-        """Return the changes that a new engine needs, which has loaded the adapters `initial`.
+    def sync_after_start(
+        self, initial: dict[str, str], versions: Mapping[str, str] = MappingProxyType({})
+    ) -> list[Change]:
+        """Return the changes that a new engine needs, which has the adapters `initial` of `versions`.
 
         Changes in progress count as done: another engine may have applied them already.
         """
         if not self._started:
             self._started, self.folders = True, dict(initial)
         known = dict(self.folders)
+        self.versions |= {
+            name: version for name, version in versions.items() if known.get(name) == initial[name]
+        }
         for change in self._changing.values():
             if isinstance(change, messages.LoadAdapter):
                 known[change.name] = change.folder
@@ -106,6 +114,7 @@ class AdapterRegistry:
             # Another call may have loaded it since the caller checked.
             self.check_free(change.name)
         self._changing[change.name] = change
+        self.versions.pop(change.name, None)
         work = asyncio.create_task(self._apply(change, engines))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         # A caller that disconnects does not undo the change.

@@ -189,7 +189,7 @@ class EngineClient(InboxReader):
     def on_ready(self, replica: Replica, report: EngineReport) -> None:
         if self._settings is not None:  # before any request
             replica.configure(self._settings)
-        for change in self.adapters.sync_after_start(report.adapters):
+        for change in self.adapters.sync_after_start(report.adapters, report.adapter_versions):
             replica.send_change(change)
         max_blocks = report.capacity.num_blocks if report.prefix_caching else 0
         if self._router is not None:
@@ -382,7 +382,15 @@ class EngineClient(InboxReader):
         candidates = candidates + [each.index for each in self.prefill_servers if each.health().ok]
         decode = self.handovers.policy.decode(candidates)
         num_cached = self._router.num_cached(add.request, decode)
-        request, candidates = self.handovers.begin(add.request, candidates, num_cached)
+        request, version = add.request, ""
+        if request.adapter and self.prefill_servers:
+            version = self.adapters.versions.get(request.adapter, "")
+        own_adapter = bool(request.adapter and self.prefill_servers and not version)
+        request, candidates = self.handovers.begin(
+            request, candidates, num_cached, own_adapter=own_adapter
+        )
+        if version and candidates[0] >= len(self.replicas):
+            request = replace(request, adapter_version=version)
         return messages.Add(request, add.fingerprint), candidates
 
     def on_handed_over(self, engine: Replica | PrefillServer, handed: messages.HandedOver) -> None:

@@ -28,6 +28,7 @@ SHORT = "short prompt"  # by its uncached tokens
 ONE_TOKEN = "one token"  # it has no output after its first token
 NO_PREFILL = "no prefill engine"
 NO_DECODE = "no decode engine"
+OTHER_ADAPTER = "adapter of this server"  # another host may have other weights of that name
 PREFILL_REFUSED = "prefill engine refused"  # its queue is full, for example
 # Why the decode engine computed blocks of the prompt again, or the whole prompt.
 PREFILL_DIED = "prefill engine died"
@@ -74,11 +75,11 @@ class Handovers:
         self.on_result: Callable[[str, int], None] = _ignore
 
     def begin(
-        self, request: NewRequest, up: Sequence[int], num_cached: int
+        self, request: NewRequest, up: Sequence[int], num_cached: int, *, own_adapter: bool = False
     ) -> tuple[NewRequest, list[int]]:
         """Decide how to compute a request: what to send, and the replicas to choose from.
 
-        `num_cached`: prompt tokens that a decode engine has.
+        `num_cached`: prompt tokens that a decode engine has. `own_adapter`: only decode engines have it.
         """
         prefill, decode = self.policy.prefill(up), self.policy.decode(up)
         state = self._requests[request.request_id] = SplitRequest("whole")
@@ -87,6 +88,8 @@ class Handovers:
             state.reason, chosen = NO_DECODE, prefill
         elif not prefill:
             state.reason, chosen = NO_PREFILL, decode
+        elif own_adapter:
+            state.reason, chosen = OTHER_ADAPTER, decode
         elif num_uncached < self.policy.min_tokens:
             state.reason, chosen = SHORT, decode
         elif request.pooling is not None or request.sampling.max_tokens in (0, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 
@@ -16,7 +17,7 @@ class PrefillListener:
     """What a prefill server needs for decode servers; prefill_port.py uses it when the engine is ready."""
 
     socket: socket.socket
-    ring: mmap  # where the engine writes KV blocks
+    rings: Sequence[mmap]  # where each rank of the engine writes KV blocks
     secret: bytes = field(repr=False)
 
 

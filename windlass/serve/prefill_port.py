@@ -60,7 +60,7 @@ class PrefillPort:
         client.on_traces = self._forward_traces
         client.on_handed = self._forward_handed
         self._port = PeerPort(
-            RecordRing(listener.ring),
+            [RecordRing(ring) for ring in listener.rings],
             listener.socket,
             identity=lambda: Identity(client.report.kv_facts, listener.secret),
             on_requests=self._take,

@@ -15,7 +15,6 @@ from hashlib import blake2b
 from windlass.version import __version__
 
 DIGEST_BYTES = 16
-RECORD_BYTES = "the size of a KV block in bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Fingerprint:
         """A hash of all fields but the model's name."""
         return digest_of({name: value for name, value in asdict(self).items() if name != "model"})
 
-    def facts(self, record_bytes: int) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """What must be alike on two machines that exchange records, by names for messages."""
         return {
             "the Windlass version": self.version,
@@ -45,7 +44,6 @@ class Fingerprint:
             "the format": self.format,
             "the type of the KV cache": self.kv_dtype,
             "the KV block size": str(self.block_size),
-            RECORD_BYTES: str(record_bytes),
             "the KV layout": self.layout,
         }
 

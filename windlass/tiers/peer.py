@@ -65,6 +65,12 @@ class RecordRing:
         _HEADER.pack_into(self._memory, 0, _MAGIC, record_bytes, num_slots, fingerprint)
         return num_slots
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record; 0: the ring has no writer yet."""
+        magic, record_bytes, _, _ = _HEADER.unpack_from(self._memory)
+        return int(record_bytes) if magic == _MAGIC else 0
+
     def write(self, sequence: int, key: bytes, record: memoryview) -> None:
         """Write a record, numbered from 1. The number appears last."""
         start = self._start(sequence, record.nbytes)
@@ -132,6 +138,10 @@ class PeerExport:
         """Whether a record is stored, and will not be overwritten soon."""
         sequence = self._records.get(key, 0)
         return sequence > self._sequence - self._num_slots * 3 // 4 and sequence > 0
+
+    def sequence(self, key: bytes) -> int:
+        """The number of a record that `contains` knows; 0: there is none."""
+        return self._records.get(key, 0) if self.contains(key) else 0
 
     def put(self, key: bytes, record: memoryview) -> bool:
         with self._lock:
@@ -257,7 +267,7 @@ class PeerStore:
         """Make the blocks of a prompt findable. The latest announcement of a key counts."""
         transfer = _Transfer(handed.source)
         with self._lock:
-            for key, sequence in handed.records:
+            for key, sequence, _ in handed.records:
                 self._announced[key] = transfer, sequence
                 self._announced.move_to_end(key)
             while len(self._announced) > _MAX_ANNOUNCED:

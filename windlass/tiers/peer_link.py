@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Literal
 
@@ -37,7 +37,7 @@ from windlass.handshake import (
     send_frame,
 )
 from windlass.sockets import keep_alive
-from windlass.tiers.fingerprint import RECORD_BYTES, digest_of
+from windlass.tiers.fingerprint import digest_of
 from windlass.tiers.peer import MAX_KEY_BYTES, ReadResult, RecordRing
 
 _log = logging.getLogger("windlass.tiers")
@@ -54,12 +54,16 @@ _MAX_IDLE = 16  # connections that are kept
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A decode server, or its engine, to the port. `facts` must be those of the prefill server."""
+    """A decode server, or its engine, to the port. `facts` must be those of the prefill server.
+
+    `rank`: of the engine, which reads the records of the same rank.
+    """
 
     kind: LinkKind
     facts: dict[str, str]
     nonce: bytes
     proof: bytes
+    rank: int = 0
 
 
 class LinkRefused(ConfigError):
@@ -70,21 +74,21 @@ class LinkRefused(ConfigError):
 
 
 class PeerPort:
-    """Sends the records of a ring to other hosts, each connection in a thread.
+    """Sends the records of an engine's rings, one of each rank, to other hosts, each connection in a thread.
 
-    `identity` returns that of the engine which writes the ring now. `on_requests` gets the socket of each link
+    `identity` returns that of the engine which writes the rings now. `on_requests` gets the socket of each link
     for requests, in a thread of this port, and owns it from then on.
     """
 
     def __init__(
         self,
-        ring: RecordRing,
+        rings: Sequence[RecordRing],
         listener: socket.socket,
         *,
         identity: Callable[[], Identity],
         on_requests: Callable[[socket.socket, str], None],
     ) -> None:
-        self._ring = ring
+        self._rings = rings
         self._listener = listener
         self._identity = identity
         self._on_requests = on_requests
@@ -118,25 +122,25 @@ class PeerPort:
                 threading.Thread(target=self._serve, args=(link, str(address)), daemon=True).start()
 
     def _serve(self, link: socket.socket, address: str) -> None:
-        kind: LinkKind | None = None
+        join: Join | None = None
         try:
             link.settimeout(HANDSHAKE_S)
             keep_alive(link)
-            kind, identity = self._greet(link, address), self._identity()
-            if kind == "records":
-                self._send_records(link, identity.facts)
+            join, identity = self._greet(link, address), self._identity()
+            if join is not None and join.kind == "records":
+                self._send_records(link, self._rings[join.rank], digest_of(identity.facts))
         except (OSError, msgspec.DecodeError) as error:  # a stranger, or it has left
             _log.debug("a connection for KV blocks ended: %s", error)
         finally:
             with self._lock:
                 self._links.discard(link)
-            if kind == "requests" and not self._is_closed:
+            if join is not None and join.kind == "requests" and not self._is_closed:
                 self._on_requests(link, address)
             else:
                 link.close()
 
-    def _greet(self, link: socket.socket, address: str) -> LinkKind | None:
-        """The kind of the link; None: the other end is refused, or has left."""
+    def _greet(self, link: socket.socket, address: str) -> Join | None:
+        """What the other end wants; None: it is refused, or has left."""
         hello, own = Hello(_PROTOCOL, secrets.token_bytes(32)), self._identity()
         send_frame(link, hello)
         join = receive_frame(link, Join)
@@ -152,23 +156,24 @@ class PeerPort:
             differs = difference(
                 own.facts, join.facts, here="on the prefill server", there="on the decode server"
             )
-            if differs is None:
+            if differs is None and 0 <= join.rank < len(self._rings):
                 send_frame(link, Welcome(own.proof("prefill", hello, join.nonce)))
-                return join.kind
+                return join
+            differs = differs or f"it has a rank {join.rank}, and {len(self._rings)} are here."
             reason = f"{differs} Both need the same model, options and version."
         _log.warning("a decode server at %s is refused: %s", address, reason)
         send_frame(link, Refused(reason))
         return None
 
-    def _send_records(self, link: socket.socket, facts: Mapping[str, str]) -> None:
-        record, fingerprint = memoryview(bytearray(int(facts[RECORD_BYTES]))), digest_of(facts)
+    def _send_records(self, link: socket.socket, ring: RecordRing, fingerprint: bytes) -> None:
+        record = memoryview(bytearray(ring.record_bytes))
         while True:
             link.settimeout(None)  # a reader may be idle for long
             request = _receive(link, _GET.size)
             link.settimeout(_STALLED_S)
             sequence, num_key, key = _GET.unpack(request)
             wanted = PeerRecord(key[:num_key], sequence)
-            if self._ring.read(wanted, record, fingerprint) == "read":
+            if ring.read(wanted, record, fingerprint) == "read":
                 link.sendall(_REPLY.pack(1, zlib.crc32(record, zlib.crc32(wanted.key))))
                 link.sendall(record)
             else:
@@ -189,7 +194,11 @@ class PeerPort:
 
 
 def join_port(
-    address: str, identity: Identity, kind: LinkKind, timeout_s: float = HANDSHAKE_S
+    address: str,
+    identity: Identity,
+    kind: LinkKind,
+    timeout_s: float = HANDSHAKE_S,
+    rank: int = 0,
 ) -> socket.socket:
     """Connect to the port of a prefill server. Raises OSError, or LinkRefused with the reason."""
     host, _, port = address.rpartition(":")
@@ -205,7 +214,7 @@ def join_port(
                 raise msgspec.DecodeError(f"it speaks {hello.protocol[:80]!r}, not {_PROTOCOL!r}")
             nonce = secrets.token_bytes(32)
             proof = identity.proof(kind, hello, nonce)
-            send_frame(link, Join(kind, dict(identity.facts), nonce, proof))
+            send_frame(link, Join(kind, dict(identity.facts), nonce, proof, rank))
             answer: Welcome | Refused | None = receive_frame(link, Welcome | Refused)  # type: ignore[arg-type]
         except msgspec.DecodeError as error:
             raise LinkRefused(
@@ -231,8 +240,11 @@ def join_port(
 class RemoteSource:
     """Reads the records of an engine on another host. Every thread that reads has its own connection."""
 
-    def __init__(self, address: str, identity: Identity, stalled_s: float = _STALLED_S) -> None:
+    def __init__(
+        self, address: str, identity: Identity, stalled_s: float = _STALLED_S, *, rank: int = 0
+    ) -> None:
         """`stalled_s`: seconds for one record, until the engine counts as out of reach."""
+        self._rank = rank
         self._address = address
         self._identity = identity
         self._stalled_s = stalled_s
@@ -257,7 +269,7 @@ class RemoteSource:
                     self._drop(link)
             if found is None:
                 timeout_s = min(HANDSHAKE_S, self._stalled_s)
-                link = join_port(self._address, self._identity, "records", timeout_s)
+                link = join_port(self._address, self._identity, "records", timeout_s, self._rank)
                 found = _ask(link, wanted, out, until)
         except (OSError, LinkRefused) as error:
             self._drop(link)
