@@ -70,6 +70,16 @@ class ParallelConfig:
         "With --role decode: seconds for the KV blocks of one prompt; those that have not arrived are "
         "computed here.",
     )
+    enable_sequence_parallel: bool = option(
+        False,
+        "Divide the tokens of long prompts among the devices of --tensor-parallel-size between the layers' "
+        "GEMMs, instead of computing norms, residuals and MLA's latents on every device.",
+    )
+    sequence_parallel_min_tokens: int | None = option(
+        None,
+        "With --enable-sequence-parallel: prompt tokens from which a step is split. Default: 1024 on GPUs, "
+        "where smaller steps are captured, and 256 on a CPU.",
+    )
     enable_expert_parallel: bool = option(
         False,
         "Divide the experts of mixture-of-experts layers among the devices of "
@@ -143,6 +153,7 @@ class ParallelConfig:
                 "(--tensor-parallel-size times --pipeline-parallel-size). Make it a multiple: "
                 f"for example --pipeline-parallel-size {self.nnodes}."
             )
+        self._check_sequence_parallel()
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "--enable-expert-parallel divides experts among the devices of "
@@ -158,6 +169,23 @@ class ParallelConfig:
                 "other's file. Record the load of one replica."
             )
         self._check_nodes()
+
+    def _check_sequence_parallel(self) -> None:
+        size, least = self.tensor_parallel_size, self.sequence_parallel_min_tokens
+        if self.enable_sequence_parallel and size == 1:
+            raise ConfigError(
+                "--enable-sequence-parallel divides prompts among the devices of "
+                "--tensor-parallel-size, which is 1. Set it to at least 2."
+            )
+        if least is not None and not self.enable_sequence_parallel:
+            raise ConfigError(
+                "--sequence-parallel-min-tokens does nothing without --enable-sequence-parallel."
+            )
+        if least is not None and least < size**2:
+            raise ConfigError(
+                f"--sequence-parallel-min-tokens {least} leaves some of the {size} devices of "
+                f"--tensor-parallel-size without a token. Set it to at least {size**2}."
+            )
 
     def _check_role(self) -> None:
         role = f"--role {self.role}"

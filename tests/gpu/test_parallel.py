@@ -20,6 +20,7 @@ from windlass import LLM
 from windlass.build import _build_rank, _finish, _Log, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
+from windlass.kernels.token_split import TokenSplit
 from windlass.kernels.triton.all_reduce import BUFFER_BYTES
 from windlass.layers.linear import Linear
 from windlass.parallel.mesh import Mesh
@@ -76,6 +77,8 @@ def test_collectives_are_captured(tmp_path: Path) -> None:
     torch.testing.assert_close(gathered, x + 1)
     moved = group.all_to_all(x, sent=[8], received=[8])
     torch.testing.assert_close(moved, x)
+    torch.testing.assert_close(group.reduce_scatter(x, [8]), x)
+    torch.testing.assert_close(group.all_gather(x.flatten(), [x.numel()]), x.flatten())
 
 
 def test_stages_exchange_tensors_by_nccl(tmp_path: Path) -> None:
@@ -263,6 +266,42 @@ def test_two_ranks_on_one_gpu(folder: Path, case: str) -> None:
     one = load(folder, dtype="float32")
     two = load(folder, dtype="float32", tensor_parallel_size=2, distributed_backend="gloo")
     assert tokens(two) == tokens(one)
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """The types of the rows that rank 0 gathered in split steps."""
+    found: set[torch.dtype] = set()
+    gather = TokenSplit.gather_rows
+
+    def recorded(self: TokenSplit, x: torch.Tensor) -> torch.Tensor:
+        found.add(x.dtype)
+        return gather(self, x)
+
+    monkeypatch.setattr(TokenSplit, "gather_rows", recorded)
+    return found
+
+
+SHARED = {"tensor_parallel_size": 2, "distributed_backend": "gloo"}
+SPLIT = SHARED | {"enable_sequence_parallel": True, "sequence_parallel_min_tokens": 16}
+
+
+@pytest.mark.parametrize("case", ["dense", "qwen3-moe", "deepseek-v3"])
+def test_prompts_split_over_two_ranks(folder: Path, case: str, gathered: set[torch.dtype]) -> None:
+    if case != "dense":
+        (folder / "config.json").write_text(json.dumps(COMMON | CASES[case]))
+    one = load(folder, dtype="float32")
+    two = load(folder, dtype="float32", **SPLIT)
+    assert tokens(two) == tokens(one)
+    assert gathered == {torch.float32}
+
+
+def test_split_prompts_are_gathered_in_fp8(folder: Path, gathered: set[torch.dtype]) -> None:
+    """Norms quantise the rows of a rank's own tokens, and ranks exchange codes and scales."""
+    whole = tokens(load(folder, quantization="fp8", **SHARED))
+    halves = tokens(load(folder, quantization="fp8", **SPLIT))
+    assert sum(a == b for a, b in zip(halves, whole, strict=True)) / len(whole) >= 0.8
+    assert {torch.uint8, torch.float32} <= gathered
 
 
 def test_two_ranks_time_their_gemms(folder: Path) -> None:

@@ -31,6 +31,9 @@ class FakeGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return x.split(list(counts))[self.rank]
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         assert x.shape[-1] == widths[self.rank]
         return x
@@ -53,6 +56,9 @@ class ThreadGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return self.all_reduce(x).split(list(counts))[self.rank]
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         assert x.shape[-1] == widths[self.rank]

@@ -605,7 +605,7 @@ _PARALLEL_FLAGS = (
     _refused(
         "--decode-context-parallel-size -dcp --attention-context-parallel-size",
         f"{VLLM}, {SGLANG}",
-        "context parallelism is not supported; see docs/parallel.md for what is.",
+        "context parallelism is not supported; --enable-sequence-parallel divides prompts over ranks.",
         unset=("1",),
     ),
     _refused(

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.errors import UnsupportedError
+from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.storages import Held, held
+from windlass.kernels.token_split import TokenSplit
 
 # Code types of a quantised KV cache, and the code of the largest magnitude of a token's head.
 MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -325,6 +327,11 @@ class StepBatch:
     logits_indices: LogitsIndices | None = None  # None: all tokens
     # Ranges of prompt tokens [first, last), whose activations GEMMs may quantise more coarsely.
     prompts: Sequence[tuple[int, int]] = ()
+    split: TokenSplit | None = None  # None: every rank has the residual stream of all tokens
+
+    def all_tokens(self, x: Inputs) -> Inputs:
+        """The rows of all tokens, where each rank may have some."""
+        return x if self.split is None else self.split.gather(x)
 
     def kv_of(self, layer: int) -> LayerKV:
         kv = self.kv[layer]

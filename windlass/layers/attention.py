@@ -69,14 +69,24 @@ class AttentionLayer(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens."""
+        """Return (normalised, new residual) of the `logits_indices` tokens, or of all tokens.
+
+        With `batch.split`, inputs and results of all tokens are those of this rank's tokens.
+        """
         attended = self._attended(x, batch, cos_sin)
         if logits_indices is None:
-            return self.o_proj.then(attended, residual, norm, batch.adapters)
-        attended, residual = (
-            self.ops.gather(rows, logits_indices.tokens) for rows in (attended, residual)
-        )
+            return self.o_proj.then(attended, residual, norm, batch.adapters, batch.split)
+        attended = self.ops.gather(attended, logits_indices.tokens)
+        residual = self.logits_rows(residual, batch, logits_indices)
         return self.o_proj.then(attended, residual, norm, logits_indices.adapters)
+
+    def logits_rows(
+        self, residual: Tensor, batch: StepBatch, logits_indices: LogitsIndices
+    ) -> Tensor:
+        """The residual stream of the `logits_indices` tokens, on all ranks."""
+        if batch.split is None:
+            return self.ops.gather(residual, logits_indices.tokens)
+        return batch.split.pick(residual, logits_indices.tokens)
 
     def output(
         self,
@@ -88,7 +98,7 @@ class AttentionLayer(nn.Module):
         """The result for the `logits_indices` tokens, or all, without residual addition and norm."""
         attended = self._attended(x, batch, cos_sin)
         if logits_indices is None:
-            return self.o_proj(attended, batch.adapters)
+            return self.o_proj.output(attended, batch.adapters, batch.split)
         attended = self.ops.gather(attended, logits_indices.tokens)
         return self.o_proj(attended, logits_indices.adapters)
 
@@ -151,7 +161,7 @@ class Attention(AttentionLayer, ShardedRows):
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their keys and values."""
         kv = batch.kv_of(self.index)
-        qkv = self.qkv_proj.raw(x, batch.adapters)
+        qkv = self.qkv_proj.raw(batch.all_tokens(x), batch.adapters)
         if self.shape.qk_norm == "whole":
             qkv = self._normalise_whole(qkv)
         options = replace(self._options, sinks=self.sinks)

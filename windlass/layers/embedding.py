@@ -1,6 +1,7 @@
 """Token embeddings, from their own table or from a tied head's packed weight.
 
-A rank holds the rows of some tokens. It gives zeros for the others, and the ranks' rows are all-reduced.
+A rank holds the rows of some tokens. It gives zeros for the others, and the ranks' rows are summed. If the
+tokens of a step are split, each rank gets the embeddings of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.kernels.ops import Ops
 from windlass.kernels.prepared import RowReader
+from windlass.kernels.token_split import TokenSplit
 from windlass.layers.head import Head, vocab_shard
 from windlass.layers.stored import ShardedRows, StoredWeight
 from windlass.parallel.mesh import Group
@@ -30,10 +32,10 @@ class Embedding(ShardedRows):
         table = torch.empty(self.rows.count, hidden_size, dtype=dtype)
         self.weight = nn.Parameter(table, requires_grad=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
         if self.rows.is_whole:
-            return self.ops.embedding(ids, self.weight)
-        return self.group.all_reduce(self.ops.embedding(ids, self.weight, self.rows.start))
+            return self.ops.embedding(ids if split is None else split.own(ids), self.weight)
+        return _sum(self.group, self.ops.embedding(ids, self.weight, self.rows.start), split)
 
 
 class TiedEmbedding(nn.Module):
@@ -44,9 +46,9 @@ class TiedEmbedding(nn.Module):
         self._head = (head,)  # a tuple, so that nn.Module does not register it as a submodule
         self._dtype = dtype
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
         (head,) = self._head
-        return _packed_rows(head, head.group, ids, self._dtype)
+        return _packed_rows(head, head.group, ids, self._dtype, split)
 
 
 class PackedEmbedding(StoredWeight):
@@ -67,14 +69,24 @@ class PackedEmbedding(StoredWeight):
         self._dtype = dtype
         self._group = group
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return _packed_rows(self, self._group, ids, self._dtype)
+    def forward(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
+        return _packed_rows(self, self._group, ids, self._dtype, split)
 
 
-def _packed_rows(weight: StoredWeight, group: Group, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum(group: Group, x: Tensor, split: TokenSplit | None) -> Tensor:
+    return group.all_reduce(x) if split is None else split.reduce_scatter(x)
+
+
+def _packed_rows(
+    weight: StoredWeight,
+    group: Group,
+    ids: Tensor,
+    dtype: torch.dtype,
+    split: TokenSplit | None,
+) -> Tensor:
     (gemm,), (rows,) = weight.gemms, weight.outputs.values()
     reader = gemm.prepared
     assert isinstance(reader, RowReader)
     if rows.is_whole:
-        return reader.rows(ids, dtype)
-    return group.all_reduce(reader.rows(ids, dtype, rows.start))
+        return reader.rows(ids if split is None else split.own(ids), dtype)
+    return _sum(group, reader.rows(ids, dtype, rows.start), split)

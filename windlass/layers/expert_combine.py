@@ -10,9 +10,9 @@ numbers padded to the most it would move as much as all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from windlass.config import CombineRule
 from windlass.core.card import Choice
 from windlass.core.moe import ExpertPlacement, Routing
+from windlass.kernels.token_split import TokenSplit
 from windlass.parallel.mesh import Mesh
 
 # All-to-all has one more collective, and the host waits for the numbers of rows: 20 to 100 us, in which
@@ -76,18 +77,37 @@ class ExpertCombine(nn.Module):
         owners = torch.tensor([ranks[i] for i in range(len(ranks))], device=spread.device)
         self.register_buffer("owners", owners, persistent=False)
 
-    def forward(self, experts: Callable[..., Tensor], x: Tensor, logits: Tensor) -> Tensor:
-        """The sum over all ranks. `experts` computes this rank's; see ExpertMLP.apply."""
+    def forward(
+        self,
+        experts: Callable[..., Tensor],
+        x: Tensor,
+        logits: Tensor,
+        split: TokenSplit | None = None,
+    ) -> Tensor:
+        """The sum over all ranks; with `split`, of this rank's tokens alone.
+
+        `experts` computes this rank's; see ExpertMLP.apply.
+        """
         if len(x) < self.min_tokens or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._group.all_reduce(experts(x, logits))
+            y = experts(x, logits)
+            return self._group.all_reduce(y) if split is None else split.reduce_scatter(y)
         chosen = torch.empty((len(x), self._routing.top_k), dtype=torch.int32, device=x.device)
         y = experts(x, logits, chosen)
-        return self._exchange(y, self.owners[chosen.long()])
+        owners = self.owners[chosen.long()]
+        if split is not None:
+            return self._exchange(y, owners, [0, *accumulate(split.counts)])
+        size, (tokens, width) = self._group.size, y.shape
+        borders = [rank * tokens // size for rank in range(size + 1)]
+        total = self._exchange(y, owners, borders)
+        widths = [(stop - start) * width for start, stop in pairwise(borders)]
+        return self._group.all_gather(total.flatten(), widths).view(tokens, width)
 
-    def _exchange(self, y: Tensor, owners: Tensor) -> Tensor:
-        """Sum the ranks' y [T, H], of which a rank has a row for tokens with some of its `owners` [T, k]."""
+    def _exchange(self, y: Tensor, owners: Tensor, borders: Sequence[int]) -> Tensor:
+        """Sum the ranks' y [T, H], of which a rank has a row for tokens with some of its `owners` [T, k].
+
+        Return the rows of this rank's slice of the tokens, between two of the `borders`.
+        """
         group, (tokens, width) = self._group, y.shape
-        borders = [rank * tokens // group.size for rank in range(group.size + 1)]
         has_row = torch.zeros((tokens, group.size), dtype=torch.bool, device=y.device)
         has_row.scatter_(1, owners, True)
         first, last = borders[group.rank], borders[group.rank + 1]
@@ -103,8 +123,7 @@ class ExpertCombine(nn.Module):
         total = torch.zeros((last - first, width), dtype=torch.float32, device=y.device)
         for rank, rows in enumerate(received.split(counts[group.rank])):  # the order of all_reduce
             total[own[:, rank]] += rows
-        widths = [(stop - start) * width for start, stop in pairwise(borders)]
-        return group.all_gather(total.to(y.dtype).flatten(), widths).view(tokens, width)
+        return total.to(y.dtype)
 
 
 def _choice(cost: CombineCost, spread: ExpertSpread, min_tokens: float) -> Choice:

@@ -17,6 +17,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs
 from windlass.kernels.lora import Lora
 from windlass.kernels.reference_linear import Unpacked
+from windlass.kernels.token_split import TokenSplit
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Group
 from windlass.quant.base import LinearMethod
@@ -103,38 +104,62 @@ class Linear(StoredWeight):
         return self.is_partial or self._gathered is not None
 
     def forward(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+        return self.output(x, adapters)
+
+    def output(
+        self, x: Inputs, adapters: AdapterRows | None = None, split: TokenSplit | None = None
+    ) -> Tensor:
+        """y; with `split`, which row-parallel layers may have, of this rank's tokens alone."""
         if self._gathered is None:
-            return self._own(x, adapters)
+            return self._own(x, adapters, split)
         assert isinstance(x, Tensor)  # `input_quant` is None
         inputs, outputs = self._gathered
-        y = self._own(self.group.all_gather(x, inputs), adapters)
-        return self.group.all_gather(y, outputs)
+        y = self._own(self.group.all_gather(x, inputs), adapters, None)
+        y = self.group.all_gather(y, outputs)
+        return y if split is None else split.own(y)
 
-    def _own(self, x: Inputs, adapters: AdapterRows | None) -> Tensor:
+    def _own(self, x: Inputs, adapters: AdapterRows | None, split: TokenSplit | None) -> Tensor:
         """y, as far as this rank has outputs."""
         if adapters is not None and self.lora is not None:
-            return self._adapted(x, self.lora, adapters)
+            return self._adapted(x, self.lora, adapters, split)
         y = self.method.apply(self, x)
         if self.is_partial:
-            y = self.group.all_reduce(y)
+            y = self._sum(y, split)
         return self._biased(y)
+
+    def _sum(self, y: Tensor, split: TokenSplit | None) -> Tensor:
+        """The sum of all ranks' y."""
+        return self.group.all_reduce(y) if split is None else split.reduce_scatter(y)
 
     def _biased(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias
 
-    def _adapted(self, x: Inputs, lora: Lora, adapters: AdapterRows) -> Tensor:
+    def _adapted(
+        self, x: Inputs, lora: Lora, adapters: AdapterRows, split: TokenSplit | None
+    ) -> Tensor:
         assert isinstance(x, Tensor)  # steps with adapters never quantise inputs
         low = lora.begin(x, adapters)
         y = self.method.apply(self, x)
         if self.is_partial:
-            return self._biased(self.group.all_reduce(lora.end(y, low, adapters)))
+            return self._biased(self._sum(lora.end(y, low, adapters), split))
         # The bias comes first: the GEMMs of recorded programs add it.
         return lora.end(self._biased(y), low, adapters)
 
     def then(
-        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: Norm,
+        adapters: AdapterRows | None = None,
+        split: TokenSplit | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Add y to the residual stream and normalise: (normalised, new residual)."""
+        """Add y to the residual stream and normalise: (normalised, new residual).
+
+        With `split`, x has all tokens, and the residual stream this rank's tokens.
+        """
+        if split is not None:
+            unquantised = adapters is not None or split.is_unquantised(norm)
+            return norm.add(self.output(x, adapters, split), residual, unquantised)
         separate = self.bias is not None or self._is_cut or not norm.fusable
         if adapters is not None and self.lora is not None and not separate:
             assert isinstance(x, Tensor)

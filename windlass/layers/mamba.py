@@ -104,7 +104,7 @@ class Mamba(AttentionLayer, ShardedRows):
         """The normalised outputs of the heads; writes their states."""
         del cos_sin
         state, conv = batch.state_of(self.index), self.conv1d
-        projected = self.in_proj(x, batch.adapters)
+        projected = self.in_proj(batch.all_tokens(x), batch.adapters)
         mixed = self.ops.causal_conv(projected, conv.weight, conv.bias, self.heads, state, batch)
         weights = ScanWeights(decay=self.A, skip=self.D, dt_bias=self.dt_bias)
         y = self.ops.selective_scan(projected, mixed, weights, self.heads, state, batch)

@@ -122,7 +122,7 @@ class MLA(AttentionLayer):
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their latents."""
         assert cos_sin is not None
-        q = projected = self.qkv_proj(x, batch.adapters)
+        q = projected = self._projected(x, batch)
         if self.q_b_proj is not None and self.q_a_layernorm is not None:
             low = projected[:, : self.q_b_proj.num_in]
             normed, _ = self.q_a_layernorm.add(low, None, batch.adapters is not None)
@@ -137,6 +137,15 @@ class MLA(AttentionLayer):
             batch=batch,
             scale=self.scale,
         )
+
+    def _projected(self, x: Inputs, batch: StepBatch) -> Tensor:
+        """Latents, and queries or what `q_b_proj` makes them from, of all tokens.
+
+        A layer of latents alone is the same on all ranks: if tokens are split, each computes its own.
+        """
+        if batch.split is None or batch.adapters is not None or self.q_b_proj is None:
+            return self.qkv_proj(batch.all_tokens(x), batch.adapters)
+        return batch.split.project(self.qkv_proj, x)
 
     @property
     def _weights(self) -> LatentWeights:

@@ -12,6 +12,7 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
+from windlass.kernels.token_split import TokenSplit
 from windlass.layers.linear import Linear, MethodFor
 from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
@@ -27,13 +28,21 @@ class _MLP(nn.Module):
         """The hidden activations."""
 
     def forward(
-        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: Norm,
+        adapters: AdapterRows | None = None,
+        split: TokenSplit | None = None,
     ) -> tuple[Inputs, Tensor]:
-        return self.down_proj.then(self._activated(x, adapters), residual, norm, adapters)
+        """x has all tokens; with `split`, the residual stream and the results have this rank's."""
+        return self.down_proj.then(self._activated(x, adapters), residual, norm, adapters, split)
 
-    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+    def output(
+        self, x: Inputs, adapters: AdapterRows | None = None, split: TokenSplit | None = None
+    ) -> Tensor:
         """The result, without residual addition and norm."""
-        return self.down_proj(self._activated(x, adapters), adapters)
+        return self.down_proj.output(self._activated(x, adapters), adapters, split)
 
 
 class GatedMLP(_MLP):

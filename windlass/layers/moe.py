@@ -17,6 +17,7 @@ from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.ops import Ops
 from windlass.kernels.packed import Packed
 from windlass.kernels.storages import Held
+from windlass.kernels.token_split import TokenSplit
 from windlass.layers.expert_combine import ExpertCombine, ExpertSpread
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.mlp import GatedMLP
@@ -223,20 +224,30 @@ class MoE(nn.Module):
             )
 
     def forward(
-        self, x: Inputs, residual: Tensor, norm: Norm, adapters: AdapterRows | None = None
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: Norm,
+        adapters: AdapterRows | None = None,
+        split: TokenSplit | None = None,
     ) -> tuple[Inputs, Tensor]:
-        return norm.add(self.output(x, adapters), residual, unquantised=adapters is not None)
+        """x has all tokens; with `split`, the residual stream and the results have this rank's."""
+        unquantised = adapters is not None or (split is not None and split.is_unquantised(norm))
+        return norm.add(self.output(x, adapters, split), residual, unquantised)
 
-    def output(self, x: Inputs, adapters: AdapterRows | None = None) -> Tensor:
+    def output(
+        self, x: Inputs, adapters: AdapterRows | None = None, split: TokenSplit | None = None
+    ) -> Tensor:
         """The result, without residual addition and norm."""
         assert isinstance(x, Tensor)  # the norm before a router does not quantise
         logits = self.gate(x, adapters)
         if self._jitter is not None:
             logits = self.ops.sparse_mixer(logits, self._jitter)
-        y = self.combine(self.experts, x, logits)
+        y = self.combine(self.experts, x, logits, split)
         if self.shared_expert is None:
             return y
-        shared = self.shared_expert.output(x, adapters)
+        shared = self.shared_expert.output(x, adapters, split)
         if self.shared_expert_gate is not None:
-            shared = self.ops.sigmoid_gate(shared, self.shared_expert_gate(x, adapters))
+            gate = self.shared_expert_gate(x, adapters)
+            shared = self.ops.sigmoid_gate(shared, gate if split is None else split.own(gate))
         return y + shared

@@ -25,6 +25,7 @@ from windlass.kernels.batch import (
 from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
+from windlass.kernels.token_split import TokenSplit
 from windlass.layers.attention import Attention, AttentionShape
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.expert_combine import ExpertSpread
@@ -101,7 +102,10 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Inputs, Tensor]:
-        """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all."""
+        """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all.
+
+        With `batch.split`, inputs and outputs of all tokens are those of this rank's tokens.
+        """
         if self.is_parallel:
             assert isinstance(x, Tensor)
             return self._parallel(x, residual, next_norm, batch, cos_sin, logits_indices)
@@ -114,7 +118,9 @@ class Block(nn.Module):
             norm = after(output_norm, self._scale, input_norm)
         x, residual = self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
         next_norm = after(self.post_feedforward_layernorm, self._scale, next_norm)
-        return self.mlp(x, residual, next_norm, adapters)
+        if logits_indices is not None:
+            return self.mlp(x, residual, next_norm, adapters)
+        return self.mlp(batch.all_tokens(x), residual, next_norm, adapters, batch.split)
 
     def _parallel(
         self,
@@ -125,16 +131,20 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
-        attended = self.mixer.output(x, batch, cos_sin, logits_indices)
-        adapters = batch.adapters
+        every = batch.all_tokens(x)
+        attended = self.mixer.output(every, batch, cos_sin, logits_indices)
+        adapters, split = batch.adapters, batch.split
         if logits_indices is not None:
-            x = self.mixer.ops.gather(x, logits_indices.tokens)
-            residual = self.mixer.ops.gather(residual, logits_indices.tokens)
-            adapters = logits_indices.adapters
+            every = self.mixer.ops.gather(every, logits_indices.tokens)
+            residual = self.mixer.logits_rows(residual, batch, logits_indices)
+            adapters, split = logits_indices.adapters, None
         if self.post_attention_layernorm is not None:
-            x = self.post_attention_layernorm(residual)
-        y = attended + self.mlp.output(x, adapters)
-        return after(None, self._scale, next_norm).add(y, residual, adapters is not None)
+            every = self.post_attention_layernorm(residual)
+            every = every if split is None else split.gather(every)
+        y = attended + self.mlp.output(every, adapters, split)
+        norm = after(None, self._scale, next_norm)
+        unquantised = adapters is not None or (split is not None and split.is_unquantised(norm))
+        return norm.add(y, residual, unquantised)
 
 
 class DecoderModel(nn.Module):
@@ -171,10 +181,10 @@ class DecoderModel(nn.Module):
         tables = {rope: cast(Rotary, rotary).cos_sin for rope, rotary in rotaries}
         return [None if rope is None else tables[rope] for rope in self._ropes]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """The token embeddings, scaled."""
+    def embed(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
+        """The token embeddings, scaled; with `split`, of this rank's tokens."""
         assert self.embed_tokens is not None, "this stage has no embedding"
-        x = self.embed_tokens(ids)
+        x = self.embed_tokens(ids, split)
         return x if self._scale == 1.0 else x * self._scale
 
     def forward(
@@ -182,7 +192,10 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         norms = [cast(Norm, block.input_layernorm) for block in self.layers]
         first, *next_norms = norms
-        unquantised = batch.adapters is not None
+        split = batch.split
+        unquantised = batch.adapters is not None or (
+            split is not None and split.is_unquantised(first)
+        )
         x, residual = first.add(self._residual(inputs, batch), None, unquantised)
         layers, tables = self.stage.layers, self.cos_sin
         blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
@@ -192,10 +205,15 @@ class DecoderModel(nn.Module):
         )
         for i, block, norm in blocks:
             if aux_hidden_states is not None and i in aux_hidden_states:
-                aux_hidden_states[i] = residual.clone()  # layers may change it in place
+                # A copy, since layers may change it in place.
+                aux_hidden_states[i] = (
+                    residual.clone() if split is None else split.gather_rows(residual)
+                )
             gathers = i + 1 == num_layers and not reads_all
             logits_indices = batch.logits_indices if gathers else None
             x, residual = block(x, residual, norm, batch, tables[i - layers.start], logits_indices)
+        if logits_indices is None:
+            x = batch.all_tokens(x)
         assert isinstance(x, Tensor)  # the last norm never quantises its output
         if aux_hidden_states is not None and reads_all:
             aux_hidden_states[num_layers] = x
@@ -204,11 +222,12 @@ class DecoderModel(nn.Module):
 
     def _residual(self, inputs: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream before this stage's first layer."""
+        split = batch.split
         if not self.stage.is_first:
-            return inputs
-        embedded = self.embed(inputs)
+            return inputs if split is None else split.own(inputs)
+        embedded = self.embed(inputs, split)
         if self.embed_positions is not None:
-            embedded = embedded + self.embed_positions(batch.positions)
+            embedded = embedded + self.embed_positions(batch.positions, split)
         return embedded
 
 

@@ -89,6 +89,9 @@ class CountedRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         raise AssertionError(f"a counted network does not run: {x.shape}")
 
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        raise AssertionError(f"a counted network does not run: {x.shape}, {counts}")
+
     def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         raise AssertionError(f"a counted network does not run: {x.shape}, {sent}, {received}")
 

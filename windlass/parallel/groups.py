@@ -44,11 +44,12 @@ class GlooGroup:
         self.size: int = backend.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self._exchange(x)
-        total = first.float()
-        for other in others:
-            total += other
-        return total.to(x.device, x.dtype)
+        return _total(self._exchange(x)).to(x.device, x.dtype)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        own = counts[self.rank]
+        found = self.all_to_all(x.detach().cpu(), sent=counts, received=[own] * self.size)
+        return _total(found.split(own)).to(x.device, x.dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         widest = max(widths)
@@ -83,6 +84,14 @@ class GlooGroup:
         flat = [_bytes(part) for part in (own, *found)]
         self._backend.allgather([flat[1:]], [flat[0]]).wait()  # type: ignore[attr-defined]
         return found
+
+
+def _total(summands: Sequence[Tensor]) -> Tensor:
+    first, *others = summands
+    total = first.float()
+    for other in others:
+        total += other
+    return total
 
 
 def _bytes(x: Tensor) -> Tensor:

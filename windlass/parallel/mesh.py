@@ -28,6 +28,13 @@ class Group(Protocol):
         """The sum of all ranks' tensors, in the order of the ranks: the same bits on every rank."""
         ...
 
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """This rank's rows of the sum of all ranks' tensors, whose first rows are those of rank 0, ...
+
+        `counts`: the rows of each rank, equal but for the last.
+        """
+        ...
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """All ranks' tensors, concatenated along the last dimension, of which each has its width."""
         ...
@@ -92,6 +99,10 @@ class SingleRank:
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        del counts
         return x
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:

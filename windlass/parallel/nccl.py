@@ -38,8 +38,8 @@ class NcclGroup:
         if device is not None:
             self._backend.eager_connect_single_device(device)
         self._reduce, self._gather = c10d.AllreduceOptions(), c10d.AllgatherOptions()
-        self._exchange = c10d.AllToAllOptions()
-        for options in (self._reduce, self._gather, self._exchange):
+        self._exchange, self._scatter = c10d.AllToAllOptions(), c10d.ReduceScatterOptions()
+        for options in (self._reduce, self._scatter, self._gather, self._exchange):
             options.asyncOp = False  # on the current stream, not on NCCL's own
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -47,11 +47,21 @@ class NcclGroup:
         self._backend.allreduce([total], self._reduce)
         return total
 
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        most = max(counts)
+        padding = self.size * most - len(x)  # at the end, since only the last rank may have fewer
+        padded = torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+        found = x.new_empty((most, *x.shape[1:]))
+        self._backend._reduce_scatter_base(found, padded.contiguous(), self._scatter)
+        return found[: counts[self.rank]]
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         widest = max(widths)
         own = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
         found = own.new_empty((self.size, *own.shape))
         self._backend._allgather_base(found, own, self._gather)
+        if x.ndim == 1 and min(widths[:-1], default=widest) == widest:  # already one after another
+            return found.flatten()[: sum(widths)]
         parts = [part[..., :width] for part, width in zip(found, widths, strict=True)]
         return torch.cat(parts, dim=-1)
 

@@ -30,6 +30,7 @@ from windlass.runner.pooling import Pooler
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
+from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
 
 # Max bytes of float32 logits for draft tokens.
@@ -188,6 +189,11 @@ class _Maker:
         self._kv_format = kv_format
         self.choices: list[Choice] = []  # made while building the runner
         parts = loaded.parts
+        self._sequence_parallel = SequenceParallel.of(
+            config.parallel, parts.mesh.tp, limits, parts.device
+        )
+        if self._sequence_parallel is not None:
+            self.choices.append(self._sequence_parallel.choice)
         self._pipeline = Pipeline(
             parts.mesh.pp,
             layers=range(0) if parts.stage is None else parts.stage.layers,
@@ -197,9 +203,17 @@ class _Maker:
         )
 
     def make(
-        self, num_blocks: int, cache: KVCache | None = None, lazy: bool = False
+        self,
+        num_blocks: int,
+        cache: KVCache | None = None,
+        *,
+        lazy: bool = False,
+        splits: bool = True,
     ) -> tuple[Runner, KVCache]:
-        """A runner with `num_blocks` KV blocks, and its cache. `lazy`: some graphs are captured later."""
+        """A runner with `num_blocks` KV blocks, and its cache.
+
+        `lazy`: some graphs are captured later. `splits`: some steps may be split over the ranks.
+        """
         parts = self._loaded.parts
         size, seqs = self._kv_format.layout.block_size, self._limits.max_num_seqs
         on_cuda = parts.device.type == "cuda"
@@ -230,6 +244,7 @@ class _Maker:
             pipeline=self._pipeline,
             pooler=self._pooler,
             coarse_prompts=self._rounds_coarsely(),
+            sequence_parallel=self._sequence_parallel if splits else None,
         )
         return Runner(runner_parts, self._executors(runner_parts, lazy)), cache
 
@@ -321,7 +336,7 @@ class _Maker:
             return {}
         device = parts.device
         before = _free_after_sync(device)
-        runner, _ = self.make(1)
+        runner, _ = self.make(1, splits=False)  # steps that are not split need more memory
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)

@@ -35,7 +35,7 @@ class SharedMemoryGroup:
         self._sockets = sockets
         self._pool = pool
         self._address = np.frombuffer(exchange.map, dtype=np.uint8).ctypes.data
-        self._recorded: list[Tensor] = []  # widths that recorded commands point to
+        self._recorded: list[Tensor] = []  # numbers that recorded commands point to
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
@@ -52,23 +52,43 @@ class SharedMemoryGroup:
         self._pool.run(call)
         return out
 
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return self.all_reduce(x).split(list(counts))[self.rank]  # all of x is in memory anyway
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        if x.dtype != torch.float32 or max(widths) > self._exchange.num_floats:
+        most = self._exchange.num_floats
+        if x.dtype == torch.float32 and x.ndim == 1 and max(widths) > most:
+            return self._gather_in_parts(x, widths, most)
+        if x.dtype != torch.float32 or max(widths) > most:
             return self._sockets.all_gather(x, widths)
-        counts = torch.tensor(widths, dtype=torch.int32)
-        if self._pool.is_recording:
-            self._recorded.append(counts)
         total, x = sum(widths), x.contiguous()
         out = x.new_empty((*x.shape[:-1], total))
         call = Call(
             Op.ALL_GATHER,
             math.prod(x.shape[:-1]),
             step_tensors=(x, out),
-            model_tensors=(self._address, counts),
+            model_tensors=(self._address, self._numbers(widths)),
             sizes=(total, self.rank, self.size, self._exchange.num_floats),
         )
         self._pool.run(call)
         return out
+
+    def _gather_in_parts(self, x: Tensor, widths: Sequence[int], most: int) -> Tensor:
+        """Gather up to `most` values of each rank at a time."""
+        found: list[list[Tensor]] = [[] for _ in widths]
+        for at in range(0, max(widths), most):
+            counts = [min(most, max(0, width - at)) for width in widths]
+            part = self.all_gather(x[at : at + most], counts)
+            for pieces, piece in zip(found, part.split(counts), strict=True):
+                pieces.append(piece)
+        return torch.cat([piece for pieces in found for piece in pieces])
+
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        """The ranks' numbers as commands read them."""
+        found = torch.tensor(values, dtype=torch.int32)
+        if self._pool.is_recording:
+            self._recorded.append(found)
+        return found
 
     def all_to_all(self, x: Tensor, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._sockets.all_to_all(x, sent=sent, received=received)
@@ -117,6 +137,9 @@ class SymmetricMemoryGroup:
     def _release(self, buffer: Tensor) -> None:
         with torch.cuda.stream(self._aside):
             self._buffers.release(buffer)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return self._nccl.reduce_scatter(x, counts)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return self._nccl.all_gather(x, widths)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +25,9 @@ from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.native.ops import prompt_spans
 from windlass.kernels.native.pool import Workers
 from windlass.kernels.storages import Held
+from windlass.kernels.token_split import TokenSplit
 from windlass.models.network import Network
+from windlass.parallel.mesh import Group
 from windlass.runner.adapters import grouped
 from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.executor import (
@@ -41,6 +44,7 @@ from windlass.runner.pipeline import Pipeline
 from windlass.runner.pooling import Pooler
 from windlass.runner.sampler import score_tokens
 from windlass.runner.sampling import Sampling
+from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables, to_device
 
 # Prompt logprobs need the logits of every position; this chunk size bounds their memory.
@@ -60,6 +64,7 @@ class RunnerParts:
     pipeline: Pipeline = field(default_factory=Pipeline)
     pooler: Pooler = field(default_factory=Pooler)
     coarse_prompts: bool = False  # CPU GEMMs quantise prompt activations coarsely
+    sequence_parallel: SequenceParallel | None = None  # None: no step is split over the ranks
 
 
 class Metadata(Protocol):
@@ -161,6 +166,7 @@ class EagerExecutor(Executor):
     """Never refuses. Waits for the device where the results of a step feed its own later parts."""
 
     name = "eager"
+    splits_tokens = True
 
     def __init__(self, parts: RunnerParts, metadata: Metadata) -> None:
         self._parts = parts
@@ -181,6 +187,8 @@ class EagerExecutor(Executor):
         parts, shape = self._parts, inputs.shape
         parts.slots.send(inputs.grown)
         ids, batch = step_batch(inputs, parts.slots, parts.cache.layers, self._metadata)
+        if parts.sequence_parallel is not None and parts.sequence_parallel.splits(shape):
+            batch = replace(batch, split=self._split(batch, parts.sequence_parallel.group))
         drafter = self._drafter if shape.draft_length else None
         aux_hidden_states = {} if drafter is None else dict.fromkeys(drafter.layers, ids)
         pipeline = parts.pipeline
@@ -207,6 +215,10 @@ class EagerExecutor(Executor):
                 results = _with_drafts(inputs, results, drafter.draft(found, shape.draft_length))
         pooled = None if vectors is None else vectors.wait()
         return CompletedStep(inputs.result(results, vectors=pooled))
+
+    def _split(self, batch: StepBatch, group: Group) -> TokenSplit:
+        rows_are = partial(prompt_spans, self._parts.workers.pool, batch) if batch.prompts else None
+        return TokenSplit(group, len(batch.positions), rows_are)
 
     def _forward(self, x: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor]) -> Tensor:
         network = self._parts.network
@@ -285,7 +297,7 @@ def _drafter_inputs(
         aux_hidden_states=aux_hidden_states,
         following=following,
         last=at,
-        batch=batch,
+        batch=replace(batch, split=None),
         decode_batch=metadata.decode_batch,
     )
 

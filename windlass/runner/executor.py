@@ -75,6 +75,7 @@ class Executor(ABC):
 
     name: str
     max_mixed_tokens = 0  # of a mixed step that a captured graph covers
+    splits_tokens = False  # whether it computes steps whose tokens are split over the ranks
 
     def max_draft_tokens(self, num_rows: int) -> int | None:
         """Max draft tokens per row in a step of `num_rows`; None: no limit."""

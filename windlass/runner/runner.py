@@ -171,8 +171,12 @@ class Runner:
 
     def _launch(self, inputs: StepInputs) -> PendingStep:
         refusals: list[tuple[str, str]] = []
+        rule = self._parts.sequence_parallel
+        is_split = rule is not None and rule.splits(inputs.shape)
         for executor in self._executors:
             why = executor.refuses(inputs.shape)
+            if is_split and not executor.splits_tokens:
+                why = "tokens are split over the ranks"
             if why is None:
                 inputs.executor, inputs.refusals = executor.name, tuple(refusals)
                 return executor.launch(inputs)

@@ -355,6 +355,8 @@ def test_all_layouts_of_the_devices_are_compared(tmp_path: Path) -> None:
     for layout in found.layouts:
         assert EngineConfig.of(**layout.options).parallel.num_ranks == layout.tp * layout.pp
     assert set(experts.expert_combine_ms) == {"all-reduce", "all-to-all"}
+    for layout in found.layouts:
+        assert (layout.split_ttft_ms != layout.ttft_ms) == (layout.tp > 1)
     json.dumps([item.value for item in found.assumptions])
     sources = {item.name: item.source for item in found.assumptions}
     assert "not measured" in sources["link share"]

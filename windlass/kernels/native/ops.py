@@ -403,16 +403,24 @@ class BatchStep:
 
 
 @contextmanager
-def prompt_spans(pool: Pool, batch: StepBatch) -> Iterator[None]:
-    """Give GEMMs on the pool the prompt tokens of the batch, which they may quantise apart."""
-    prompts = torch.tensor(batch.prompts, dtype=torch.int32)
-    logits_indices = (
-        batch.positions[:0] if batch.logits_indices is None else batch.logits_indices.tokens
-    )
+def prompt_spans(pool: Pool, batch: StepBatch, tokens: range | None = None) -> Iterator[None]:
+    """Give GEMMs on the pool the prompt tokens of the batch, which they may quantise apart.
+
+    `tokens`: the rows of these GEMMs; None: all tokens of the batch, or its sampled ones.
+    """
+    logits_indices = batch.positions[:0]
+    if tokens is None:
+        tokens = range(len(batch.positions))
+        if batch.logits_indices is not None:
+            logits_indices = batch.logits_indices.tokens
+    start, stop = tokens.start, tokens.stop
+    cut = [(max(first, start) - start, min(last, stop) - start) for first, last in batch.prompts]
+    found = [(first, last) for first, last in cut if first < last]
+    prompts = torch.tensor(found, dtype=torch.int32)
     step = Step(
-        num_tokens=len(batch.positions),
+        num_tokens=len(tokens),
         num_sampled=len(logits_indices),
-        num_prompts=len(batch.prompts),
+        num_prompts=len(found),
         sampled=logits_indices.data_ptr(),
         prompts=prompts.data_ptr(),
     )

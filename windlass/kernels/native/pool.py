@@ -94,11 +94,11 @@ class Pool:
     @contextmanager
     def use_step(self, step: Step) -> Iterator[None]:
         """Use `step` for calls without a step of their own inside the context."""
-        self._step = step
+        outer, self._step = self._step, step
         try:
             yield
         finally:
-            self._step = None
+            self._step = outer
 
     @contextmanager
     def timed_by(self, timer: Timer) -> Iterator[None]:

@@ -220,6 +220,15 @@ COLUMNS: dict[str, Columns] = {
         "two_tok_s": "2 ranks, 1 thread each, tok/s",
         "ratio": "ratio",
     },
+    "sequence_parallel": {
+        "model": "model",
+        "collectives": "collectives",
+        "prompt": "prompt tokens",
+        "whole_tok_s/split_tok_s": "tok/s, whole / split",
+        "ratio": "ratio",
+        "whole_count/split_count": "collectives, whole / split",
+        "whole_mib/split_mib": "received, MiB, whole / split",
+    },
     "adapters": {
         "workload": "workload",
         "adapters": "adapters",

@@ -16,12 +16,15 @@ from typing import Literal
 
 from windlass.tools.plan.assumption import Assumption
 
-CollectiveKind = Literal["all-reduce", "all-gather", "all-to-all", "send"]
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One exchange of a step. `num_bytes`: of the whole result, on every rank that gets it."""
+    """One exchange of a step. `num_bytes`: of the whole result, on every rank that gets it.
+
+    Of a reduce-scatter, the results of all ranks together.
+    """
 
     kind: CollectiveKind
     num_bytes: int
@@ -54,7 +57,7 @@ class Fabric:
         others = (ranks - 1) / ranks * num_bytes / rate  # each rank's part of the result, from all
         if kind == "send":
             return {"direct": self.sync_s + num_bytes / rate}
-        if kind in ("all-gather", "all-to-all"):
+        if kind in ("reduce-scatter", "all-gather", "all-to-all"):
             return {"direct": self.sync_s + others}
         return {
             "one-shot": self.sync_s + (ranks - 1) * num_bytes / rate,

@@ -20,7 +20,7 @@ from windlass.models.decoder import Block
 from windlass.models.hparams import HParams
 from windlass.models.rank_weights import RankNetwork, count_bytes
 from windlass.models.stages import Stage
-from windlass.tools.plan.fabric import Collective
+from windlass.tools.plan.fabric import Collective, CollectiveKind
 from windlass.tools.plan.kernel_times import Kernel, KernelKind
 
 _NORM_PASSES = 4  # a norm reads and writes the residual stream and its result
@@ -67,26 +67,39 @@ class RankWork:
     tp: int
     layout: KVLayout  # of all layers on this rank
     item_bytes: int  # of activations
+    min_split_tokens: int | None = None  # prompt tokens from which a step is split; None: none is
+
+    def _is_split(self, size: StepSize) -> bool:
+        """Whether the ranks divide the tokens of a step (kernels/token_split.py)."""
+        least = self.min_split_tokens
+        return least is not None and self.tp > 1 and size.tokens - size.rows >= least
 
     def stage(self, stage: Stage, size: StepSize) -> StageWork:
         """The work of a stage; after the last layer's attention only sampled rows go on."""
         kernels: list[Kernel] = []
         collectives: list[Collective] = []
+        is_split = self._is_split(size)
         if stage.is_first:
             kernels.append(self._small(size.tokens * self.hparams.hidden_size, passes=2))
-            collectives += self._reduce(size.tokens)
+            collectives += self._reduce(size.tokens, split=is_split)
         for index in stage.layers:
-            after = size.rows if index + 1 == stage.num_layers else size.tokens
+            is_last = index + 1 == stage.num_layers
+            after = size.rows if is_last else size.tokens
             block = cast(Block, self.network.layer(index))
             kernels += self._attention(block, index, size, after)
-            kernels += self._mlp(block, after)
-            collectives += self._layer_reduces(block, size.tokens, after)
+            kernels += self._mlp(block, after, split=is_split and not is_last)
+            if is_split:
+                collectives += self._split_layer(block, size, is_last=is_last)
+            else:
+                collectives += self._layer_reduces(block, size.tokens, after)
         if stage.is_last:
             kernels += self._head(size.rows)
             num_bytes = size.rows * self.hparams.vocab_size * self.item_bytes
             collectives.append(Collective("all-gather", num_bytes, self.tp))
         else:
-            collectives.append(Collective("send", self._stream_bytes(size.tokens), 2))
+            stream = self._stream_bytes(size.tokens)
+            collectives += [Collective("all-gather", stream, self.tp)] * is_split
+            collectives.append(Collective("send", stream, 2))
         kept = tuple(each for each in collectives if each.num_ranks > 1)
         return StageWork(tuple(kernels), kept)
 
@@ -129,10 +142,11 @@ class RankWork:
     def _stream_bytes(self, tokens: int) -> int:
         return tokens * self.hparams.hidden_size * self.item_bytes
 
-    def _reduce(self, tokens: int, count: int = 1) -> list[Collective]:
-        return [Collective("all-reduce", self._stream_bytes(tokens), self.tp)] * count
+    def _reduce(self, tokens: int, count: int = 1, split: bool = False) -> list[Collective]:
+        kind: CollectiveKind = "reduce-scatter" if split else "all-reduce"
+        return [Collective(kind, self._stream_bytes(tokens), self.tp)] * count
 
-    def norm(self, tokens: int) -> Kernel:
+    def norm(self, tokens: float) -> Kernel:
         """A norm with its residual addition."""
         return self._small(tokens * self.hparams.hidden_size, _NORM_PASSES)
 
@@ -140,24 +154,57 @@ class RankWork:
         return Kernel("small", values * passes * self.item_bytes)
 
     def _layer_reduces(self, block: Block, tokens: int, after: int) -> list[Collective]:
-        attention, mlp = _attention_of(block), block.mlp
-        found = []
-        if isinstance(attention, Attention) and attention.shape.qk_norm == "whole":
-            found.append(Collective("all-reduce", tokens * 2 * 4, self.tp))
+        attention = _attention_of(block)
+        found = self._qk_norm(attention, tokens)
         found += self._reduce(after, count=int(attention.o_proj.is_partial))
-        if isinstance(mlp, MoE):
-            found += self._reduce(after)
+        return found + self._mlp_reduces(block, after)
+
+    def _split_layer(self, block: Block, size: StepSize, *, is_last: bool) -> list[Collective]:
+        """The collectives of a layer whose tokens are split; the last one goes on with sampled rows."""
+        attention = _attention_of(block)
+        found = self._gathered(attention.qkv_proj, size.tokens)
+        if _projects_slices(attention):
+            width = sum(attention.qkv_proj.parts.values())
+            found = [Collective("all-gather", size.tokens * width * self.item_bytes, self.tp)]
+        found += self._qk_norm(attention, size.tokens)
+        if is_last:  # the residual stream of sampled rows, and the sums
+            found += self._reduce(size.rows, count=1 + attention.o_proj.is_partial)
+            return found + self._mlp_reduces(block, size.rows)
+        found += self._reduce(size.tokens, count=int(attention.o_proj.is_partial), split=True)
+        mlp = block.mlp
+        reader = mlp.gate_up_proj if isinstance(mlp, GatedMLP) else None
+        found += self._gathered(reader, size.tokens)
+        return found + self._mlp_reduces(block, size.tokens, split=True)
+
+    def _gathered(self, reader: Linear | None, tokens: int) -> list[Collective]:
+        """The normalised inputs of a layer; if it reads 8-bit codes, those and a scale per token."""
+        sizes = [self._stream_bytes(tokens)]
+        if reader is not None and _gemm_kind(reader) == "fp8":
+            sizes = [tokens * self.hparams.hidden_size, tokens * 4]
+        return [Collective("all-gather", num_bytes, self.tp) for num_bytes in sizes]
+
+    def _qk_norm(self, attention: Attention | MLA, tokens: int) -> list[Collective]:
+        if isinstance(attention, Attention) and attention.shape.qk_norm == "whole":
+            return [Collective("all-reduce", tokens * 2 * 4, self.tp)]
+        return []
+
+    def _mlp_reduces(self, block: Block, tokens: int, split: bool = False) -> list[Collective]:
+        mlp = block.mlp
+        found = self._reduce(tokens, split=split) if isinstance(mlp, MoE) else []
         dense = mlp.shared_expert if isinstance(mlp, MoE) else mlp
         if dense is not None:
-            found += self._reduce(after, count=int(dense.down_proj.is_partial))
+            found += self._reduce(tokens, int(dense.down_proj.is_partial), split)
         return found
 
     def _attention(self, block: Block, index: int, size: StepSize, after: int) -> Iterator[Kernel]:
-        attention = _attention_of(block)
-        yield self.norm(after)
+        attention, is_split = _attention_of(block), self._is_split(size)
+        own = -(-size.tokens // self.tp) if is_split else size.tokens
+        yield self.norm(own if after == size.tokens else after)
         for child in attention.modules():
             if isinstance(child, Linear):
-                yield self.gemm(child, after if child is attention.o_proj else size.tokens)
+                tokens = after if child is attention.o_proj else size.tokens
+                is_own = child is attention.qkv_proj and _projects_slices(attention)
+                yield self.gemm(child, own if is_own else tokens)
             elif isinstance(child, AbsorbedWeight):
                 yield from [self.absorbed(child, size.tokens)] * 2
         if isinstance(attention, Attention):  # RoPE and the write to the KV cache
@@ -187,8 +234,8 @@ class RankWork:
         heads = attention.heads
         return Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
 
-    def _mlp(self, block: Block, tokens: int) -> Iterator[Kernel]:
-        yield self.norm(tokens)
+    def _mlp(self, block: Block, tokens: int, split: bool = False) -> Iterator[Kernel]:
+        yield self.norm(-(-tokens // self.tp) if split else tokens)
         for child in block.mlp.modules():
             if isinstance(child, Linear):
                 yield self.gemm(child, tokens)
@@ -241,6 +288,11 @@ def _attention_of(block: Block) -> Attention | MLA:
     raise UnsupportedError(
         f"layers of {type(attention).__name__} are not part of the model of several GPUs."
     )
+
+
+def _projects_slices(attention: Attention | MLA) -> bool:
+    """Whether ranks project their own tokens if these are split: all have the same weights."""
+    return isinstance(attention, MLA) and attention.q_b_proj is not None
 
 
 def busiest_pairs(num_pairs: int, num_groups: int) -> float:

@@ -28,6 +28,7 @@ from windlass.models.rank_weights import (
 from windlass.models.source import resolve
 from windlass.models.stages import Stage
 from windlass.runner.device import gib, kv_dtype
+from windlass.runner.sequence_parallel import MIN_TOKENS
 from windlass.tools.common.price import Price
 from windlass.tools.plan.assumption import Assumption
 from windlass.tools.plan.fabric import Fabric
@@ -80,6 +81,7 @@ class Layout:
     batches: tuple[Batch, ...]
     ttft_ms: float
     ttft_communication: float
+    split_ttft_ms: float  # with --enable-sequence-parallel
     # Of a prompt's step with expert parallelism, by --expert-combine.
     expert_combine_ms: dict[str, float]
 
@@ -250,8 +252,11 @@ class ScalingModel:
             )
         return given or min(PROMPT, longest)
 
-    def work(self, shape: RankShape) -> RankWork:
-        """The work of the fullest rank; it does not depend on the number of stages."""
+    def work(self, shape: RankShape, min_split_tokens: int | None = None) -> RankWork:
+        """The work of the fullest rank; it does not depend on the number of stages.
+
+        `min_split_tokens`: see RankWork.
+        """
         key = shape.tp, shape.expert_parallel
         if key not in self._networks:
             self._networks[key] = fullest_rank(self.hparams, self._parts, shape)
@@ -261,6 +266,7 @@ class ScalingModel:
             tp=shape.tp,
             layout=rank_kv_layout(self.hparams, shape.tp, self._block_size, self._kv_dtype),
             item_bytes=self._parts.dtype.itemsize,
+            min_split_tokens=min_split_tokens,
         )
 
     def _layout(self, shape: RankShape, query: ScalingQuery, context: int) -> Layout:
@@ -282,11 +288,8 @@ class ScalingModel:
             rows: self._stage_times(work, stages, StepSize.decode(rows, context))
             for _, rows in {_micro_batches(n, replicas, shape.pp) for n in _requests(query)}
         }
-        prompt = self._stage_times(
-            work, stages, StepSize.prefill(min(PROMPT, self._limits.max_num_batched_tokens))
-        )
-        chunks = -(-PROMPT // self._limits.max_num_batched_tokens)
-        slowest = max(each.total for each in prompt)
+        prompt = self._prompt_times(work, stages)
+        split = self._prompt_times(self.work(shape, MIN_TOKENS["cuda"]), stages)
         return Layout(
             tp=shape.tp,
             pp=shape.pp,
@@ -301,14 +304,25 @@ class ScalingModel:
                 self._batch(requests, shape=shape, times=times, query=query, max_tokens=max_tokens)
                 for requests in _requests(query)
             ),
-            ttft_ms=_ms(sum(each.total for each in prompt) + (chunks - 1) * slowest),
+            ttft_ms=self._ttft_ms(prompt),
             ttft_communication=_share(prompt),
+            split_ttft_ms=self._ttft_ms(split),
             expert_combine_ms={
                 rule: _ms(sum(map(self._fabric.seconds, found)))
                 for rule, found in work.expert_combine(PROMPT).items()
                 if shape.ep > 1
             },
         )
+
+    def _prompt_times(self, work: RankWork, stages: Sequence[Stage]) -> list[_StageTime]:
+        """Of the largest step of a prompt."""
+        size = StepSize.prefill(min(PROMPT, self._limits.max_num_batched_tokens))
+        return self._stage_times(work, stages, size)
+
+    def _ttft_ms(self, prompt: Sequence[_StageTime]) -> float:
+        chunks = -(-PROMPT // self._limits.max_num_batched_tokens)
+        slowest = max(each.total for each in prompt)
+        return _ms(sum(each.total for each in prompt) + (chunks - 1) * slowest)
 
     def _stage_times(
         self, work: RankWork, stages: Sequence[Stage], size: StepSize

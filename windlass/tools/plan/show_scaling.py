@@ -29,6 +29,11 @@ def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> N
                 rules = layout.expert_combine_ms.items()
                 times = ", ".join(f"{ms:,.2f} ms with {rule}" for rule, ms in rules)
                 console.print(f"  experts of {layout.name}, a prompt's collectives: {times}")
+            if layout.fits and layout.split_ttft_ms != layout.ttft_ms:
+                console.print(
+                    f"  {layout.name} with --enable-sequence-parallel: TTFT of {PROMPT:,} "
+                    f"{layout.split_ttft_ms:,.1f} ms instead of {layout.ttft_ms:,.1f} ms"
+                )
         for item in found.assumptions:
             console.print(f"  {item.name}: {item.value} [{item.source}]")
     console.print()
