@@ -139,16 +139,20 @@ def test_prompt_and_decode_rows_are_independent(workers: Workers) -> None:
         assert torch.equal(gemm.apply(x), want)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (19, 608, 32), (37, 416, 208), (17, 400, 80)])
 @pytest.mark.parametrize("centred", [False, True])
-def test_few_rows_equal_many(workers: Workers, centred: bool) -> None:
-    """The last 4 rows or less of a pair of panels have a loop of their own."""
-    gemm = NativeLinear(workers).prepare(int4(19, 608, 32, seed=14, centred=centred))
-    x = heavy_tailed(16, 608)
+def test_few_rows_equal_many(workers: Workers, shape: tuple[int, int, int], centred: bool) -> None:
+    """Up to 4 rows, and the last 4 rows or less of a pair of panels, have loops of their own."""
+    gemm = NativeLinear(workers).prepare(int4(*shape, seed=14, centred=centred))
+    x = heavy_tailed(16, shape[1])
     with prompt(workers, 16, (0, 16)):
         want = gemm.apply(x)
     for rows in range(1, 16):
         with prompt(workers, rows, (0, rows)):
             assert torch.equal(gemm.apply(x[:rows]), want[:rows])
+    for row in range(1, 5):
+        with prompt(workers, 1, (0, 1)):
+            assert torch.equal(gemm.apply(x[row : row + 1]), want[row : row + 1])
 
 
 def test_sampled_rows_only(workers: Workers) -> None:

@@ -11,6 +11,13 @@ namespace windlass::tile {
 constexpr int64_t kRequantiseAhead = 4096;  // bytes
 constexpr uint8_t kSigns = 0x88;  // converts between unsigned and signed nibbles
 
+// Whether Requantiser::convert leaves codes in registers.
+#if defined(WINDLASS_AVX2)
+constexpr bool kRequantisesInRegisters = true;
+#else
+constexpr bool kRequantisesInRegisters = false;
+#endif
+
 // Code c of an output becomes floor((c * factor + start) / 256). factor and start are rounded to
 // integers, and the result lies in -127 to 127. Where codes are unsigned, 128 is added.
 #if defined(WINDLASS_NEON) && !defined(WINDLASS_I8MM)
@@ -28,6 +35,8 @@ class Requantiser {
  public:
   Requantiser() = default;
   Requantiser(Floats factors, Floats starts) : factor_(whole(factors)), start_(whole(starts)) {}
+
+  void convert(const uint8_t*, Codes (&)[4]) const;  // never called: see kRequantisesInRegisters
 
   // Converts units of 16 inputs, at least one: see weight.h.
   template <bool SIGNED>
@@ -92,19 +101,23 @@ class Requantiser {
       : factor_(round_to_words(factors, 0)),
         start_(round_to_words(starts, kUnsignedCodes ? 128 * 256 : 0)) {}
 
-  // Converts units of 16 inputs: see weight.h.
+  // Converts 16 inputs: see weight.h.
+  WINDLASS_INLINE void convert(const uint8_t* from, Codes (&out)[4]) const {
+    constexpr int wide = sizeof(Codes);
+    for (int i = 0; i < 2 * wide; i += 64) __builtin_prefetch(from + kRequantiseAhead + i);
+    requantise(load_codes(from), factor_, start_, out[0], out[2]);
+    requantise(load_codes(from + wide), factor_, start_, out[1], out[3]);
+  }
+
+  // Converts units of 16 inputs.
   template <bool SIGNED>
   WINDLASS_INLINE void unpack(const uint8_t* from, int units, uint8_t* to) const {
     static_assert(!SIGNED);
     constexpr int wide = sizeof(Codes);
     for (; units > 0; --units, from += 2 * wide, to += 4 * wide) {
-      for (int i = 0; i < 2 * wide; i += 64) __builtin_prefetch(from + kRequantiseAhead + i);
-      for (int i = 0; i < 2; ++i) {
-        Codes low, high;
-        requantise(load_codes(from + wide * i), factor_, start_, low, high);
-        store_codes(to + wide * i, low);
-        store_codes(to + wide * (2 + i), high);
-      }
+      Codes codes[4];
+      convert(from, codes);
+      for (int i = 0; i < 4; ++i) store_codes(to + wide * i, codes[i]);
     }
   }
 
@@ -121,6 +134,8 @@ class Requantiser {
     spread(factors, 0, factor_);
     spread(starts, kUnsignedCodes ? 128 * 256 : 0, start_);
   }
+
+  void convert(const uint8_t*, Codes (&)[4]) const;  // never called: see kRequantisesInRegisters
 
   // Converts units of 16 inputs: see weight.h.
   template <bool SIGNED>

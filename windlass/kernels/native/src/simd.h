@@ -16,6 +16,8 @@
 // requantise makes int8 codes of nibbles: see requantise.h. On x86-64 only.
 // maximum is NaN where either operand is. clamp_min(x, bound) is NaN where x is, and costs less; the
 // bound must not be NaN. maximum_abs is maximum for operands without a sign bit.
+// divide_or_zero(x, y) is 0 where y is not above 0. ceil_12_bits rounds magnitudes up to 12 significant
+// bits.
 // exp2_int(shifted) is 2^n, where n is a small integer in the low bits of `shifted`: 0 for n = -127 and
 // infinity for n = 128.
 // store_sums4 stores the sums over the 8 lanes of four vectors; store_interleaved4 stores their first

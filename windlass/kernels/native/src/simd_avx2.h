@@ -59,6 +59,13 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) { return {_mm256_fmadd_ps(x.v, y.v
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {_mm256_sub_ps(x.v, y.v)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {_mm256_div_ps(x.v, y.v)}; }
+inline F32x8 divide_or_zero(F32x8 x, F32x8 y) {
+  return {_mm256_and_ps(_mm256_cmp_ps(y.v, _mm256_setzero_ps(), _CMP_GT_OQ), divide(x, y).v)};
+}
+inline F32x8 ceil_12_bits(F32x8 x) {
+  const __m256i up = _mm256_add_epi32(_mm256_castps_si256(x.v), _mm256_set1_epi32(0xfff));
+  return {_mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(~0xfff)))};
+}
 inline F32x8 absolute(F32x8 x) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v)}; }
 // maxps returns its second operand where either is NaN.
 inline F32x8 clamp_min(F32x8 x, F32x8 bound) { return {_mm256_max_ps(bound.v, x.v)}; }

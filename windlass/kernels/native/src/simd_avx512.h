@@ -53,6 +53,13 @@ inline Floats maximum_abs(Floats x, Floats y) {
   return {_mm512_castsi512_ps(
       _mm512_max_epi32(_mm512_castps_si512(x.v), _mm512_castps_si512(y.v)))};
 }
+inline Floats divide_or_zero(Floats x, Floats y) {
+  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(y.v, _mm512_setzero_ps(), _CMP_GT_OQ), x.v, y.v)};
+}
+inline Floats ceil_12_bits(Floats x) {
+  const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(0xfff));
+  return {_mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(~0xfff)))};
+}
 inline Quad load_quad(const float* p) { return {p}; }
 inline QuadInt load_quad(const int32_t* p) { return {p}; }
 template <int LANE>

@@ -63,6 +63,20 @@ inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+inline F32x8 divide_or_zero(F32x8 x, F32x8 y) {
+  const auto masked = [](float32x4_t of, float32x4_t by) {
+    return vreinterpretq_f32_u32(
+        vandq_u32(vcgtq_f32(by, vdupq_n_f32(0)), vreinterpretq_u32_f32(vdivq_f32(of, by))));
+  };
+  return {masked(x.a, y.a), masked(x.b, y.b)};
+}
+inline F32x8 ceil_12_bits(F32x8 x) {
+  const auto up = [](float32x4_t v) {
+    const uint32x4_t bits = vaddq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(0xfff));
+    return vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(~uint32_t{0xfff})));
+  };
+  return {up(x.a), up(x.b)};
+}
 inline F32x8 absolute(F32x8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
 // fmax is NaN where either operand is.
 inline F32x8 maximum(F32x8 x, F32x8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }

@@ -78,6 +78,19 @@ inline F32x8 sub(F32x8 x, F32x8 y) {
 inline F32x8 divide(F32x8 x, F32x8 y) {
   return each([&](int i) { return x.v[i] / y.v[i]; });
 }
+inline F32x8 divide_or_zero(F32x8 x, F32x8 y) {
+  return each([&](int i) { return y.v[i] > 0.0f ? x.v[i] / y.v[i] : 0.0f; });
+}
+inline F32x8 ceil_12_bits(F32x8 x) {
+  return each([&](int i) {
+    uint32_t bits;
+    float up;
+    std::memcpy(&bits, x.v + i, 4);
+    bits = (bits + 0xfff) & ~uint32_t{0xfff};
+    std::memcpy(&up, &bits, 4);
+    return up;
+  });
+}
 inline F32x8 absolute(F32x8 x) {
   return each([&](int i) { return std::fabs(x.v[i]); });
 }
