@@ -222,9 +222,14 @@ def serve(
 
 
 def cpu_slots(engines: Sequence[EngineConfig]) -> list[CpuSlot]:
-    """The place of each engine's first process among the processes of all engines on this machine."""
+    """The place of each engine's first process among the processes that it divides the cores with.
+
+    The server's own model comes first. It divides the cores among its own processes only, since models of
+    --fallback are idle while it answers in time. Each of those gets its part of the cores of all engines.
+    """
     counts = [each.parallel.processes_per_node for each in engines]
-    return [CpuSlot(sum(counts[:i]), sum(counts)) for i in range(len(counts))]
+    own, *others = [CpuSlot(sum(counts[:i]), sum(counts)) for i in range(len(counts))]
+    return [replace(own, count=counts[0]), *others]
 
 
 def _served(

@@ -258,10 +258,10 @@ def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.M
 
 
 def test_engines_of_a_server_divide_the_cores() -> None:
-    """The replicas of the model come first, then the models of --fallback, with all their ranks."""
+    """The model keeps all cores beside idle models of --fallback, whose ranks get a part each."""
     model = EngineConfig.of(data_parallel_size=2)
     fallbacks = [EngineConfig.of(tensor_parallel_size=2), EngineConfig()]
-    assert cpu_slots([model, *fallbacks]) == [CpuSlot(0, 5), CpuSlot(2, 5), CpuSlot(4, 5)]
+    assert cpu_slots([model, *fallbacks]) == [CpuSlot(0, 2), CpuSlot(2, 5), CpuSlot(4, 5)]
     assert cpu_slots([EngineConfig()]) == [CpuSlot(0, 1)]
 
 

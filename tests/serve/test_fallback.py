@@ -496,6 +496,6 @@ def test_the_command_starts_both_models(folders: tuple[Path, Path]) -> None:
             metrics = httpx.get(f"{url}/metrics").text
         finally:
             process.terminate()
-    assert re.search(r"fallback\s+.\s+small\s+.\s+40 KV blocks", shown), shown
+    assert re.search(r"fallback\s+.\s+small\s+.\s+40 KV blocks.*; \d+ threads: ", shown), shown
     assert 'engine_up{model_name="small"} 1.0' in metrics
     assert 'engine_up{model_name="large"} 1.0' in metrics

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast, overload
 
 from windlass.config import ServeConfig
-from windlass.core.card import Choice, ModelCard
+from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.types import EngineStats
 from windlass.errors import ConfigError
 from windlass.serve.adapter_manager import AdapterManager
@@ -82,16 +82,23 @@ class Fallbacks:
 
     def choices(self) -> list[Choice]:
         """Lines of the start-up table; the engines are ready."""
-        found = {name: each.report.capacity for name, each in self.engines.items()}
         return [
-            Choice("fallback", name, f"{each.num_blocks} KV blocks: {each.reason}")
-            for name, each in found.items()
+            Choice("fallback", name, "; ".join(_facts(each.report)))
+            for name, each in self.engines.items()
         ]
 
     def close(self) -> None:
         for tier in () if self.is_shared else self.tiers:
             if tier.services is not None:
                 tier.services.close()
+
+
+def _facts(report: EngineReport) -> Iterator[str]:
+    """What the start-up table says of a model of --fallback."""
+    yield f"{report.capacity.num_blocks} KV blocks: {report.capacity.reason}"
+    for choice in report.choices:
+        if choice.what == "threads":
+            yield f"{choice.value} threads: {choice.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
