@@ -44,6 +44,10 @@ def test_throughput_of_both_engines(windlass: Windlass, tiny: Path, tmp_path: Pa
     assert rows[0]["decode_step_ms"] > 0
     assert rows[0]["bandwidth_pct"] > 0
     assert rows[4]["decode_tok_s"] is None  # one output token each: no decode steps
+    if "int8_tops" in record["settings"]:  # else torch computes
+        assert record["settings"]["int8_tops"] > 0
+        assert rows[4]["int8_pct"] > 0
+        assert "int8_pct" not in rows[0]
     assert re.search(r"^decode_b2\[input_len=20,output_len=6\] +windlass ", shown, re.MULTILINE)
 
 

@@ -82,6 +82,10 @@ class Pool:
         if failed:
             raise OutOfMemory(f"no memory for a step of {step.num_tokens} tokens")
 
+    def multiply_int8(self, rounds: int) -> int:
+        """Multiply int8 codes in the L1 cache on all threads; return the number of multiply-adds."""
+        return int(self.functions.windlass_multiply_int8(self.handle, rounds))
+
     @property
     def is_recording(self) -> bool:
         return self._recorder is not None
@@ -172,6 +176,8 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.windlass_pool_bind.argtypes = (pointer, int32, pointer, int32)
     functions.windlass_pool_free.restype = None
     functions.windlass_pool_free.argtypes = (pointer,)
+    functions.windlass_multiply_int8.restype = ctypes.c_int64
+    functions.windlass_multiply_int8.argtypes = (pointer, ctypes.c_int64)
     functions.windlass_packed_bytes.restype = ctypes.c_uint64
     functions.windlass_packed_bytes.argtypes = (pointer,)
     functions.windlass_pack.restype = None

@@ -21,7 +21,9 @@ from windlass.tools.bench.transformers_engine import TransformersEngine
 from windlass.tools.common.device import (
     Traffic,
     device_of,
+    int8_rate,
     memory_bytes,
+    prompt_macs,
     read_bandwidth,
     release_memory,
     reset_peak_memory,
@@ -36,8 +38,9 @@ Log = Callable[[str], None]
 
 _NOTES = (
     "decode_*: steps in which all requests decode. read_gb: weights and KV cache that such a step "
-    "must read; bandwidth_pct: relative to the device's measured read bandwidth. memory_gib: peak "
-    "allocation on a GPU, resident set on a CPU. Medians of the repeats."
+    "must read; bandwidth_pct: relative to the device's measured read bandwidth. int8_pct, of prompts without "
+    "decode steps on a CPU: operations of the layers' GEMMs, relative to the measured rate of int8 dot "
+    "products (int8_tops). memory_gib: peak allocation on a GPU, resident set on a CPU. Medians of the repeats."
 )
 _ALTERNATING_NOTES = (
     " The engines alternated run by run in one process, so their memory is not known separately. "
@@ -75,6 +78,7 @@ class WindlassEngine:
         network, capacity = built.weights.network, built.report.capacity
         self.device = device_of(network)
         self.traffic = traffic_of(network, capacity.token_bytes)
+        self.prompt_macs = prompt_macs(network)
         self.choices = {choice.what: choice.value for choice in built.report.choices}
 
     def run(self, requests: Sequence[Request]) -> EngineRun:
@@ -85,6 +89,15 @@ class WindlassEngine:
 
 
 MakeEngine = Callable[[EngineConfig, OpenModel], BenchEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a device can do at most, as measured, and what a model asks of it."""
+
+    bandwidth: float  # bytes read per second
+    int8_rate: float | None  # operations per second; None: unknown
+    prompt_macs: int | None  # multiply-adds per prompt token; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +148,14 @@ def measure(
         bandwidth = read_bandwidth(device)
         settings["read_gb_s"] = round(bandwidth / 1e9, 1)
         log(f"{device.type} reads {bandwidth / 1e9:,.1f} GB/s")
+        rate = int8_rate(device)
+        if rate is not None:
+            settings["int8_tops"] = round(rate / 1e12, 3)
+            log(f"{device.type} computes {rate / 1e12:,.2f} int8 TOPS")
+        macs = [each.prompt_macs for each in built if isinstance(each, WindlassEngine)]
+        peaks = Peaks(bandwidth, rate, prompt_macs=macs[0] if macs else None)
         for workload in bench.workloads:
-            rows += _rows(built, workload, repeat=bench.repeat, bandwidth=bandwidth, log=log)
+            rows += _rows(built, workload, repeat=bench.repeat, peaks=peaks, log=log)
         built.clear()
         release_memory()
     notes = _NOTES
@@ -166,7 +185,7 @@ def _rows(
     workload: Workload,
     *,
     repeat: int,
-    bandwidth: float,
+    peaks: Peaks,
     log: Log,
 ) -> list[dict[str, Any]]:
     """Warm up, run `repeat` rounds with new ids each, and take each engine's median run."""
@@ -186,7 +205,7 @@ def _rows(
         row = {"workload": workload.name, "engine": engine.name, **run.row()}
         if repeat > 1:
             row["all_seconds"] = [round(each.duration, 3) for each in runs]
-        row |= _limits(engine, run, bandwidth, is_only=len(engines) == 1)
+        row |= _limits(engine, run, peaks, is_only=len(engines) == 1)
         if runs is not all_runs[0]:
             row |= _ratios(all_runs[0], runs)
             ratios = " and ".join(f"{row[key]}x ({key})" for key in _RATIOS if row[key])
@@ -204,15 +223,17 @@ def _ratios(first: Sequence[EngineRun], own: Sequence[EngineRun]) -> dict[str, f
     return dict(zip(_RATIOS, (round(whole, 3), decode), strict=True))
 
 
-def _limits(
-    engine: BenchEngine, run: EngineRun, bandwidth: float, *, is_only: bool
-) -> dict[str, Any]:
-    """Share of the memory bandwidth, and the memory in use if this is the only engine."""
+def _limits(engine: BenchEngine, run: EngineRun, peaks: Peaks, *, is_only: bool) -> dict[str, Any]:
+    """Share of the memory bandwidth or of the int8 rate, and the memory in use if this is the only engine."""
     memory = round(memory_bytes(engine.device) / 2**30, 3) if is_only else None
     if run.window is None:
-        return {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
+        limits = {"read_gb": None, "bandwidth_pct": None, "memory_gib": memory}
+        if peaks.int8_rate is None or peaks.prompt_macs is None:
+            return limits
+        rate = 2 * peaks.prompt_macs * run.prompt_tokens_computed / run.duration
+        return {**limits, "int8_pct": round(100 * rate / peaks.int8_rate, 1)}
     step_bytes = engine.traffic.step_bytes(run.window.mean_kv, len(run.timings))
-    share = 100 * step_bytes / (run.window.step_s * bandwidth)
+    share = 100 * step_bytes / (run.window.step_s * peaks.bandwidth)
     return {
         "read_gb": round(step_bytes / 1e9, 4),
         "bandwidth_pct": round(share, 1),

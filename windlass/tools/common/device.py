@@ -1,8 +1,9 @@
-"""Measures a device's read bandwidth and the memory that a run uses."""
+"""Measures a device's read bandwidth and int8 rate, and the memory that a run uses."""
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from windlass.core.moe import Routing
+from windlass.kernels.native.pool import Workers
+from windlass.layers.linear import Linear
 from windlass.layers.moe import Experts
 from windlass.models.network import Network
 from windlass.runner.device import free_bytes
@@ -18,6 +21,7 @@ from windlass.runner.device import free_bytes
 # Far larger than any cache.
 _BUFFER = {"cuda": 2**30, "cpu": 2**28}
 _READS = 8
+_INT8_ROUNDS = 20_000  # some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,36 @@ def read_bandwidth(device: torch.device) -> float:
         synchronise(device)
         best = min(best, time.perf_counter() - started)
     return buffer.nbytes / best
+
+
+def int8_rate(device: torch.device) -> float | None:
+    """Measure int8 operations per second (two per multiply-add) of a CPU's dot products, in the L1 cache.
+
+    The best of several runs with as many threads as torch uses. None: a GPU, or no native library, or AMX,
+    whose tiles are faster than dot products.
+    """
+    workers = Workers()
+    if device.type != "cpu" or workers.refuse() is not None or "AMX" in workers.pool.native.simd:
+        return None
+    best = 0.0
+    for _ in range(_READS):
+        started = time.perf_counter()
+        num_macs = workers.pool.multiply_int8(_INT8_ROUNDS)
+        best = max(best, 2 * num_macs / (time.perf_counter() - started))
+    return best
+
+
+def prompt_macs(network: Network) -> int | None:
+    """Multiply-adds of the layers' GEMMs per token of a prompt. None: a token is multiplied with some experts."""
+    if any(isinstance(module, Experts) for module in network.modules()):
+        return None
+    layers = [
+        module
+        for name, module in network.named_modules()
+        if isinstance(module, Linear) and "layers" in name
+    ]
+    num_packed = sum(math.prod(item.shape) for layer in layers for item in layer.gemms)
+    return num_packed + sum(layer.weight.numel() for layer in layers if layer.weight is not None)
 
 
 def synchronise(device: torch.device) -> None:

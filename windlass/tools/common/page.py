@@ -90,7 +90,7 @@ def html_table(name: str, lines: Iterable[str]) -> str:
 
 
 def html_cells(name: str, row: Mapping[str, Any]) -> list[str]:
-    return [f"<td>{escape(text)}</td>" for text in cells(name, row)]
+    return [f"<td>{escape(text)}</td>" for text in cells(COLUMNS[name], row)]
 
 
 def html_origin(record: Record) -> str:

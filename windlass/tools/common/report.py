@@ -24,8 +24,10 @@ _TIMES: Columns = {
 _LIMITS: Columns = {
     "read_gb": "GB per step",
     "bandwidth_pct": "% of bandwidth",
+    "int8_pct": "% of int8 peak",
     "memory_gib": "memory GiB",
 }
+_OPTIONAL_COLUMNS = ("int8_pct",)
 _PERPLEXITY: Columns = {
     "label": "data",
     "tokens": "tokens",
@@ -377,26 +379,36 @@ def cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-    """The formatted cells of a row, in the order of the record's columns."""
-    return [" / ".join(cell(row.get(key)) for key in keys.split("/")) for keys in COLUMNS[name]]
+def columns(name: str, rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """The columns of a record, without optional ones that no row has."""
+    return {
+        keys: heading
+        for keys, heading in COLUMNS[name].items()
+        if keys not in _OPTIONAL_COLUMNS or any(keys in row for row in rows)
+    }
+
+
+def cells(shown: Columns, row: Mapping[str, Any]) -> list[str]:
+    """The formatted cells of a row, in the order of the columns."""
+    return [" / ".join(cell(row.get(key)) for key in keys.split("/")) for keys in shown]
 
 
 def markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    lines = [list(COLUMNS[name].values()), ["---"] * len(COLUMNS[name])]
-    lines += [cells(name, row) for row in rows]
+    shown = columns(name, rows)
+    lines = [list(shown.values()), ["---"] * len(shown), *(cells(shown, row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def show(record: Record) -> None:
     """Print the record as a table. Long lines wrap in a narrow terminal and are never truncated."""
     table = Table(box=None, pad_edge=False)
-    for key, heading in COLUMNS[record.name].items():
+    shown = columns(record.name, record.rows)
+    for key, heading in shown.items():
         is_text = key in _TEXT_COLUMNS
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for row in record.rows:
-        table.add_row(*cells(record.name, row))
+        table.add_row(*cells(shown, row))
     Console(width=_MAX_WIDTH, soft_wrap=True, markup=False, highlight=False).print(table)
 
 

@@ -29,6 +29,10 @@ void windlass_pool_free(WindlassPool* pool);
 // Lets worker `thread` (from 1; 0 is the caller) run on `count` CPUs only. Returns 0 or an errno.
 int32_t windlass_pool_bind(WindlassPool* pool, int32_t thread, const int32_t* cpus, int32_t count);
 
+// Multiplies int8 codes in the L1 cache on all threads, in `rounds` rounds of a GEMM's inner loop. Returns the
+// number of multiply-adds.
+int64_t windlass_multiply_int8(WindlassPool* pool, int64_t rounds);
+
 uint64_t windlass_packed_bytes(const WindlassWeight* weight);
 
 // Packs codes [outputs][inputs]. Scales are float16, or float32 for table4.
