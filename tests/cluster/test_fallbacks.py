@@ -41,7 +41,7 @@ def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     document = {
         "tenants": "keys.yaml",
         "ingress": {"cpus": 0.2},
-        "serve": {"max_num_queued_reqs": 2, "fallback_wait_ms": 1},
+        "serve": {"max_num_queued_reqs": 1, "fallback_wait_ms": 1},
         "models": [
             {
                 "name": "solo",
@@ -147,6 +147,9 @@ def test_a_long_queue_is_answered_by_the_next_model(fleet: Running) -> None:
         assert shown(found) == ("tiny", 5, "wait")
         # The prediction may be shorter than the wait.
         wait_until(lambda: reason_of(ask(fleet, deadline_ms=3000, give_up_s=5)) == "deadline")
+        wait_until(lambda: reason_of(ask(fleet, give_up_s=5)) == "queue_full")
+        for refused in (ask(fleet, STRICT, fallback="auto"), ask(fleet, fallback="none")):
+            assert refused.status_code == 429
     after = metric(fleet, "request_fallbacks_total", model_name="solo", fallback_model="tiny")
     assert after >= before + 3
     explained = fleet.http.get(f"/v1/requests/{found.json()['id']}/explain").json()

@@ -106,6 +106,18 @@ def test_all_fields(tmp_path: Path) -> None:
         ),
         ({"serve": {"ssl_certfile": "a"}}, "put TLS in front of it"),
         (
+            {"serve": {"admin_key": ["a" * 20], "lora_root": ["/tmp"]}},
+            "lora_root does nothing without a model that takes adapters",
+        ),
+        (
+            {
+                "serve": {"admin_key": ["a" * 20], "lora_root": ["/tmp"]},
+                "ingress": {"replicas": 2},
+                "models": [{**MODEL, "options": {"enable_lora": True}}],
+            },
+            "each would know other adapters",
+        ),
+        (
             {"prices": {"gpu_hour": -1}},
             "prices.gpu_hour: Input should be greater than or equal to 0",
         ),

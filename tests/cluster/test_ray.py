@@ -89,7 +89,9 @@ def test_the_api_is_that_of_the_server(fleet: Running) -> None:
     assert unknown.status_code == 404
     refused = fleet.http.patch("/admin/config", json={"max_num_queued_reqs": 1})
     assert refused.status_code == 400
-    assert "fleet file" in refused.json()["error"]["message"]
+    assert (
+        "under `serve:` and engine options under `options:`" in refused.json()["error"]["message"]
+    )
     metrics = fleet.http.get("/metrics").text
     assert metrics.count("# HELP windlass:engine_up ") == 1
     assert 'windlass:engine_up{model_name="tiny",replica="1"} 1.0' in metrics

@@ -22,6 +22,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from windlass.cluster.adapters import AdapterResult, FleetAdapters
 from windlass.cluster.fleet import Model
 from windlass.cluster.replica import Frame, Snapshot
 from windlass.cluster.routing import Call, routing_of
@@ -38,7 +39,7 @@ from windlass.errors import (
     UnsupportedError,
     WorkerDied,
 )
-from windlass.serve.adapter_registry import AdapterRegistry, Change
+from windlass.serve.adapter_registry import Change
 from windlass.serve.handover import Handovers
 from windlass.serve.health import Backlog, Health
 from windlass.serve.inbox import Inbox, InboxReader
@@ -51,6 +52,7 @@ _POLL_S = 1.0
 _POLLED_PER_S = 10  # replicas that one ingress asks in a second
 _POLL_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.1
+_ADAPTER_TIMEOUT_S = 120.0
 _MAX_RETRIES = 1  # of a request: one that ends every engine must not end all of them
 _LOST = (RayActorError, ReplicaUnavailableError)
 _ENDED = "an engine of the fleet ended"
@@ -123,7 +125,8 @@ class FleetClient(InboxReader):
         self._flights: dict[str, _Flight] = {}
         self._report: EngineReport | None = None
         self._poll: asyncio.Task[None] | None = None
-        self.adapters = AdapterRegistry()
+        self.fleet_adapters = FleetAdapters(model.name, self._change_adapters)
+        self.adapters = self.fleet_adapters.registry
         self.handovers: Handovers | None = None
         self.suspects = Suspects()  # requests that engines ran when they ended
         self.num_finished = 0
@@ -140,10 +143,9 @@ class FleetClient(InboxReader):
         """Wait for the first replica, which starts if there is none."""
         snapshot: Snapshot = await self._handle.snapshot.remote()
         report = self._report = snapshot.report
-        self.adapters.sync_after_start(report.adapters)
         num_blocks = report.capacity.num_blocks if report.prefix_caching else 0
         self._routing.configure(report.capacity.block_size, num_blocks)
-        self._place([snapshot])
+        self._place(await self._on_all("snapshot") or [snapshot])
         self._poll = asyncio.create_task(self._poll_forever())
         return report
 
@@ -156,6 +158,7 @@ class FleetClient(InboxReader):
     async def close(self) -> None:
         """End the requests in flight; the replicas go on."""
         self.abort_all(WorkerDied("the ingress is shutting down."))
+        self.fleet_adapters.close()
         if self._poll is not None:
             self._poll.cancel()
 
@@ -165,13 +168,16 @@ class FleetClient(InboxReader):
             await asyncio.sleep(_POLL_S * max(1.0, len(self._up) / _POLLED_PER_S))
             self._place(await self._on_all("snapshot"))
 
-    async def _on_all(self, method: str, *arguments: object) -> list[Any]:
+    async def _change_adapters(self, changes: Sequence[Change]) -> list[AdapterResult]:
+        return await self._on_all("change_adapters", changes, timeout_s=_ADAPTER_TIMEOUT_S)
+
+    async def _on_all(
+        self, method: str, *arguments: object, timeout_s: float = _POLL_TIMEOUT_S
+    ) -> list[Any]:
         """Call all replicas; leaves out those that are gone. Without replicas, there are no results."""
         try:
             response = self._handle.broadcast(method, *arguments)
-            results = await response.results_async(
-                timeout_s=_POLL_TIMEOUT_S, return_exceptions=True
-            )
+            results = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError):
             return []
         for each in results:
@@ -182,6 +188,7 @@ class FleetClient(InboxReader):
     def _place(self, snapshots: Sequence[Snapshot]) -> None:
         """Assign replicas to slots, and pass on their stats."""
         by_id = {each.replica: each for each in snapshots}
+        self.fleet_adapters.sync({each.replica: each.adapters for each in snapshots})
         for slot in self.replicas:
             if slot.snapshot is None:
                 continue
@@ -424,7 +431,5 @@ class FleetClient(InboxReader):
     wake = stop_process = start_process = sleep
 
     async def change_adapter(self, change: Change) -> int:
-        raise UnsupportedError(
-            f"the adapter {change.name!r} cannot be changed here: new replicas would not have it. Write "
-            "it into the fleet file, and run `windlass cluster up` again."
-        )
+        """Load or unload an adapter in all replicas or none; replicas that start later get it, too."""
+        return await self.fleet_adapters.change(change)

@@ -56,10 +56,10 @@ _NOT_IN_FLEET = {
     "keys_file": "write `tenants: FILE` at the top",
     "price_per_hour": "write `prices:` at the top",
     "data_dir": "files and batches need one server; run `windlass serve` beside the fleet",
-    "lora_root": "write `adapters:` in the model",
     "fallback": "write `fallbacks:` in the model",
     "slo_admission": "the autoscaling has the target of the first token",
 }
+_FOLDERS = ("lora_root", "lora-root")  # options of `serve` that are lists of folders
 _NOT_IN_MODEL = {
     **dict.fromkeys(
         ("data_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"),
@@ -303,7 +303,13 @@ class Fleet(_Part):
             for model in self.models
         ]
         tenants = None if self.tenants is None else str((folder / self.tenants).resolve())
-        return self.model_copy(update={"models": models, "tenants": tenants})
+        serve = {
+            name: [str(folder / str(path)) for path in value]
+            if name in _FOLDERS and isinstance(value, list)
+            else value
+            for name, value in self.serve.items()
+        }
+        return self.model_copy(update={"models": models, "tenants": tenants, "serve": serve})
 
     def _check_fallbacks(self, model: Model) -> None:
         others = [each.name for each in self.models if each is not model]
@@ -317,6 +323,20 @@ class Fleet(_Part):
                 )
             if named.count(name) > 1:
                 raise ConfigError(f"model {model.name!r}: fallbacks: {name!r} is there twice.")
+
+    def _check_lora_root(self) -> None:
+        if not self.serve_config(self.models[0]).lora_root:
+            return
+        if not any(model.engine.lora.enable_lora for model in self.models):
+            raise ConfigError(
+                "serve: lora_root does nothing without a model that takes adapters. Write options: "
+                "{enable_lora: true} in one."
+            )
+        if self.ingress.replicas > 1:
+            raise ConfigError(
+                f"ingress has {self.ingress.replicas} replicas, and each would know other adapters of "
+                "serve: lora_root. Set ingress: {replicas: 1}, or write `adapters:` in the model."
+            )
 
     def check(self) -> None:
         """Raise ConfigError for a bad model, option or name."""
@@ -333,6 +353,7 @@ class Fleet(_Part):
             names |= taken
         for model in self.models:
             self._check_fallbacks(model)
+        self._check_lora_root()
         if self.warm_pool is not None and not any(map(self.pools, self.models)):
             raise ConfigError(
                 "warm_pool holds models whose replicas may all stop. Set replicas: {min: 0} in one."
@@ -347,7 +368,7 @@ class Fleet(_Part):
 def read_fleet(path: Path) -> Fleet:
     """Read and check a fleet file; raises ConfigError with the place and the reason.
 
-    Relative paths of the tenants' file and of adapters are relative to the file.
+    Relative paths of the tenants' file, of adapters and of lora_root are relative to the file.
     """
     try:
         with path.open("rb") as file:

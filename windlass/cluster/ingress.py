@@ -28,11 +28,11 @@ from windlass.cluster.versions import FleetState, Version
 from windlass.core.sampling import SamplingParams
 from windlass.core.tokenizer import Tokenizer
 from windlass.core.types import NewRequest, TokenLogprob
-from windlass.errors import EngineError, UnsupportedError
+from windlass.errors import EngineError, RequestError, UnsupportedError
 from windlass.serve.app import create_app
 from windlass.serve.fallback import FallbackStep
 from windlass.serve.live_config import LiveConfig, StartConfig
-from windlass.serve.problems import problem_of
+from windlass.serve.problems import Busy, problem_of
 from windlass.serve.quarantine import Suspects
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import make_router
@@ -44,6 +44,8 @@ _log = logging.getLogger("windlass.cluster")
 
 _MODEL_PATH = "/v1/models/"
 _TRACE_PATH = "/v1/requests/"
+_LOAD_PATH = "/v1/load_lora_adapter"
+_UNLOAD_PATH = "/v1/unload_lora_adapter"
 _OF_ALL = (
     "/v1/models",
     "/metrics",
@@ -55,10 +57,9 @@ _OF_ALL = (
 )
 _IN_FILE = "write it into the fleet file, and run `windlass cluster up` again"
 _REFUSED = {
-    ("PATCH", "/admin/config"): _IN_FILE,
-    **dict.fromkeys(
-        [("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")], _IN_FILE
-    ),
+    ("PATCH", "/admin/config"): "other replicas, and those that start later, would not have the "
+    "change. Write settings of the API under `serve:` and engine options under `options:` of the model "
+    "in the fleet file, and run `windlass cluster up` again",
     **dict.fromkeys(
         [("POST", "/admin/kv/save"), ("POST", "/admin/kv/load")],
         "replicas come and go; the router keeps the requests of a prefix together",
@@ -79,6 +80,7 @@ class _Named(msgspec.Struct):
     """The part of a body that says which model answers."""
 
     model: str | None = None
+    lora_name: str | None = None  # of an adapter to unload, which belongs to one model
 
 
 class _ProxyConnection:
@@ -104,17 +106,20 @@ class ModelFront:
         handle: DeploymentHandle[Any],
         *,
         others: Callable[[str], ModelFront | None],
+        is_taken: Callable[[Model, str], bool],
         suspects: Suspects,
     ) -> None:
         """`others`: the fronts of the fleet's models now, by name; all share the suspects.
 
-        None: the model was removed, and a version that named it still answers.
+        None: the model was removed, and a version that named it still answers. `is_taken`: whether
+        a name belongs to another model than this one, or to an adapter of another.
         """
         self.model = model
         self._fleet = fleet
         self._others = others
         self._client = FleetClient(model, handle)
         self._client.suspects = suspects
+        self._client.fleet_adapters.is_taken = lambda name: is_taken(model, name)
         self.on_end: Callable[[RequestSummary], None] = lambda _: None
         self._services: Services | None = None
         self._opened = asyncio.Event()  # set when there are services
@@ -195,7 +200,7 @@ class ModelFront:
 
     @property
     def names(self) -> set[str]:
-        return {self.model.name, *self.model.adapters}
+        return {self.model.name, *self.model.adapters, *self._client.adapter_names}
 
     async def score(self, prompt: str, answer: str) -> float:
         """The log probability of `answer` after `prompt`, per character."""
@@ -248,9 +253,9 @@ class IngressApp:
     the fleet answers. Lists of models, metrics and health are those of all models.
     """
 
-    def __init__(self, fronts: Sequence[VersionedFront]) -> None:
+    def __init__(self, fronts: Sequence[VersionedFront], num_ingresses: int) -> None:
         self._fronts = fronts
-        self._by_name = {name: front for front in fronts for name in front.names}
+        self._num_ingresses = num_ingresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[CONNECTION] = _ProxyConnection()
@@ -258,17 +263,41 @@ class IngressApp:
         if (method, path) in _REFUSED:
             error = UnsupportedError(f"a fleet has no {path}: {_REFUSED[method, path]}.")
             await problem_of(error).response(path)(scope, receive, send)
-        elif len(self._fronts) == 1:
-            await (await self._fronts[0].app())(scope, receive, send)
-        elif path in _OF_ALL:
+        elif len(self._fronts) > 1 and path in _OF_ALL:
             await self._answer_for_all(scope, receive, send)
         else:
-            front, receive = await self._front_of(scope, receive)
-            await (await front.app())(scope, receive, send)
+            front = self._fronts[0]
+            if len(self._fronts) > 1:
+                front, receive = await self._front_of(scope, receive)
+            if path in (_LOAD_PATH, _UNLOAD_PATH) and (
+                why_not := self._why_no_change(scope, front)
+            ):
+                await problem_of(why_not).response(path)(scope, receive, send)
+            else:
+                await (await front.app())(scope, receive, send)
+
+    def _why_no_change(self, scope: Scope, front: VersionedFront) -> EngineError | None:
+        """Why an adapter of this front cannot be loaded or unloaded now; None: it can."""
+        if self._num_ingresses > 1:
+            return UnsupportedError(
+                f"each of the {self._num_ingresses} ingresses of this fleet would know other adapters: "
+                f"{_IN_FILE}."
+            )
+        if front.is_updating:
+            return Busy(
+                "the model is being updated, and only one of its versions would have the change. Send "
+                "the request again after the update."
+            )
+        if scope["path"] == _LOAD_PATH and len(self._fronts) > 1 and not _model_in_query(scope):
+            return RequestError(
+                "a fleet with several models needs the model that gets the adapter: add ?model=NAME.",
+                "model",
+            )
+        return None
 
     async def _front_of(self, scope: Scope, receive: Receive) -> tuple[VersionedFront, Receive]:
         """The front of the request's model, and how it receives the body, which was read."""
-        named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
+        named = _model_in_query(scope)
         if scope["path"].startswith(_MODEL_PATH):
             named = scope["path"].removeprefix(_MODEL_PATH)
         if not named and scope["path"].startswith(_TRACE_PATH):
@@ -281,7 +310,8 @@ class IngressApp:
             named = _model_in(b"".join(each.get("body", b"") for each in messages))
             receive = replaying(messages, receive)
         # The first front refuses an unknown name, after it has checked the key.
-        return self._by_name.get(named, self._fronts[0]), receive
+        found = (front for front in self._fronts if named in front.names)
+        return next(found, self._fronts[0]), receive
 
     async def _answer_for_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers = []
@@ -304,6 +334,10 @@ class IngressApp:
         await Response(body, status, media_type=media_type)(scope, receive, send)
 
 
+def _model_in_query(scope: Scope) -> str:
+    return parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
+
+
 def _collecting(sent: list[Message]) -> Send:
     async def collect(message: Message) -> None:
         sent.append(message)
@@ -314,7 +348,8 @@ def _collecting(sent: list[Message]) -> Send:
 def _model_in(body: bytes) -> str:
     """The model that a body names; "": none, or the body is not an object, which its front reports."""
     try:
-        return msgspec.json.decode(body, type=_Named).model or ""
+        named = msgspec.json.decode(body, type=_Named)
+        return named.model or named.lora_name or ""
     except msgspec.DecodeError:
         return ""
 
@@ -364,7 +399,7 @@ class FleetIngress:
         self._state: FleetState | None = None
         self._fronts: dict[str, VersionedFront] = {}
         self._suspects = Suspects()
-        self.answer = IngressApp(())
+        self.answer = IngressApp((), 1)
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
         """Follow the state of the fleet. Serve calls it at the start and after every change."""
@@ -375,14 +410,21 @@ class FleetIngress:
             if name not in self._fronts:
                 self._fronts[name] = VersionedFront(self._make_front)
             self._fronts[name].follow(model)
-        self.answer = IngressApp([self._fronts[model.name] for model in state.fleet.models])
+        self.answer = IngressApp(
+            [self._fronts[model.name] for model in state.fleet.models], state.fleet.ingress.replicas
+        )
 
     def _make_front(self, version: Version) -> Front:
         assert self._state is not None
         fleet = self._state.fleet
         handle = serve.get_deployment_handle(version.deployment, fleet.name, _check_exists=False)
         return ModelFront(
-            fleet, version.model, handle, others=self._stable_front, suspects=self._suspects
+            fleet,
+            version.model,
+            handle,
+            others=self._stable_front,
+            is_taken=self._is_taken,
+            suspects=self._suspects,
         )
 
     def _stable_front(self, name: str) -> ModelFront | None:
@@ -391,6 +433,10 @@ class FleetIngress:
         front = self._fronts[name].stable
         assert isinstance(front, ModelFront)
         return front
+
+    def _is_taken(self, model: Model, name: str) -> bool:
+        others = (front for other, front in self._fronts.items() if other != model.name)
+        return any(name in front.names for front in others)
 
     # ---- for updates ---------------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 import ray
 from ray import serve
 
 from windlass.build import open_model
+from windlass.cluster.adapters import AdapterResult
 from windlass.cluster.autoscaling import RateMeter
 from windlass.cluster.fleet import Model
 from windlass.cluster.replica_sleep import ReplicaSleep
@@ -24,13 +25,16 @@ from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
 from windlass.core.types import EngineStats, NewRequest, Output
 from windlass.errors import EngineError, WorkerDied
+from windlass.serve.adapter_registry import Change
 from windlass.serve.health import Health
 from windlass.serve.http.messages import ErrorMessage
+from windlass.serve.messages import LoadAdapter
 from windlass.serve.routing import DECODE_WEIGHT
 from windlass.start import build_replicas, make_client
 
 _SMOOTHING = 1 / 16
 _RESTART_POLL_S = 0.05
+_MAX_ADAPTER_WAIT_S = 10.0
 _FIRST_OUTPUT = 128.0  # expected output tokens, before any request has ended
 
 
@@ -55,6 +59,7 @@ class Snapshot:
     num_launches: int  # of engine processes; each begins with new stats
     num_ends: int  # of engine processes that died or hung
     report: EngineReport
+    adapters: dict[str, str]  # folders by name
     stats: EngineStats
     health: Health
     num_outstanding: float
@@ -110,6 +115,7 @@ class ModelReplica:
         try:
             await self._sleep.wake()
             await self._engine_up()
+            await self._adapter_up(request.adapter)
             async for outputs in self._outputs(request, call.tracked):
                 traces, self._traces[name] = self._traces[name], []
                 yield Frame(outputs, traces)
@@ -123,6 +129,12 @@ class ModelReplica:
     async def _engine_up(self) -> None:
         """Hold a request while the engine is restarted."""
         while not self._client.health().ok and not self._client.failed.is_set():
+            await asyncio.sleep(_RESTART_POLL_S)
+
+    async def _adapter_up(self, name: str) -> None:
+        """Hold a request whose adapter the ingress loads after the start of this replica."""
+        end = time.monotonic() + _MAX_ADAPTER_WAIT_S
+        while name and name not in self._client.adapter_names and time.monotonic() < end:
             await asyncio.sleep(_RESTART_POLL_S)
 
     async def _outputs(
@@ -167,12 +179,27 @@ class ModelReplica:
             num_launches=engine.num_launches,
             num_ends=engine.num_ends,
             report=self._report,
+            adapters=dict(self._client.adapters.folders),
             stats=engine.stats,
             health=Health(True) if self._sleep.is_asleep else self._client.health(),
             num_outstanding=prompt_tokens + DECODE_WEIGHT * decode_tokens,
             is_asleep=self._sleep.is_asleep,
             asleep_bytes=self._sleep.asleep_bytes,
         )
+
+    async def change_adapters(self, changes: Sequence[Change]) -> AdapterResult:
+        """Load and unload adapters, except where that was done already."""
+        num_running, folders = 0, self._client.adapters.folders
+        try:
+            for change in changes:
+                if isinstance(change, LoadAdapter) != (change.name in folders):
+                    await self._sleep.wake()
+                    num_running += await self._client.change_adapter(change)
+        except EngineError as error:
+            return AdapterResult(self._id, num_running, ErrorMessage.of(error))
+        finally:
+            self._sleep.used()
+        return AdapterResult(self._id, num_running)
 
     async def reset_prefix_cache(self) -> int:
         return await self._client.reset_prefix_cache()

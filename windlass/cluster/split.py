@@ -168,6 +168,10 @@ class VersionedFront:
         return any(front.knows(response_id) for _, front in self._fronts.values())
 
     @property
+    def is_updating(self) -> bool:
+        return len(self._fronts) > 1
+
+    @property
     def stable(self) -> Front:
         """Of the version that answers, without an update."""
         assert self._state is not None
@@ -183,7 +187,7 @@ class VersionedFront:
 
     async def app(self) -> ASGIApp:
         """The application; holds requests until the first replica has started."""
-        return self._split if len(self._fronts) > 1 else await self.stable.app()
+        return self._split if self.is_updating else await self.stable.app()
 
     async def _split(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":

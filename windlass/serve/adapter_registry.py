@@ -95,6 +95,11 @@ class AdapterRegistry:
         unloads = [messages.UnloadAdapter(name) for name in removed]
         return [*unloads, *(messages.LoadAdapter(name, known[name]) for name in added)]
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether an adapter is being loaded or unloaded."""
+        return bool(self._changing)
+
     def check_free(self, name: str) -> None:
         """Raise AdapterConflict if an adapter of this name is loaded."""
         if name in self.folders:
