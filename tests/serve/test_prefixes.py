@@ -84,6 +84,13 @@ def test_a_saved_prompt_is_computed_once_and_outlives_a_reset(server: Server) ->
     assert deleted.json() == {"name": "pirate", "deleted": True, "num_blocks": 4}
     reset(server)
     assert cached(server, prompt=SYSTEM + "Hi!") == 0
+    reset(server)
+    # The tokens after the last full block are computed, and not kept.
+    (longer,) = save(server, name="longer", prompt=SYSTEM + "reset")["replicas"]
+    assert (longer["num_tokens"], longer["cached_tokens"]) == (64, 0)
+    assert longer["computed_tokens"] == 69
+    server.http.delete("/admin/kv/longer", headers=ADMIN)
+    reset(server)
 
 
 def test_the_beginning_of_a_conversation_is_a_prefix_of_its_turns(server: Server) -> None:

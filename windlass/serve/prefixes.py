@@ -223,7 +223,7 @@ class NamedPrefixes:
                     replica=replica.index,
                     num_tokens=pinned.num_tokens,
                     num_blocks=pinned.num_blocks,
-                    cached_tokens=num_cached or pinned.num_tokens - num_computed,
+                    cached_tokens=num_cached or max(0, pinned.num_tokens - num_computed),
                     computed_tokens=num_computed,
                 )
                 return
