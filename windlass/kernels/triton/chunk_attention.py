@@ -3,7 +3,7 @@
 A chunk attends to the step's own keys, which are contiguous already, and first to cached tokens before
 it, which are gathered from their pages piece by piece. Copying costs little against the arithmetic of
 hundreds of queries per key. The softmax state between pieces is the output so far, and the logarithm of
-its sum of weights.
+its sum of weights. Hopper GPUs run the kernel of hopper_attention.py where it takes the layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.batch import CachedContext, LayerKV, StepBatch
-from windlass.kernels.triton import pdl
+from windlass.kernels.triton import hopper_attention, pdl
 from windlass.kernels.triton.attention_kernels import _result
 from windlass.kernels.triton.decode_query import soft_capped
 from windlass.kernels.triton.fit import fit
@@ -246,6 +246,12 @@ def attend(
     q, rotated = queries.values, queries.rotated
     num_q, dim, value_dim = q.shape[1], q.shape[2], keys.values.shape[2]
     rope = 0 if rotated is None else rotated.shape[2]
+    if hopper_attention.refuse(q.device, dim, value_dim, rope, options) is None:
+        with_rope, keys_with_rope = (q, rotated), (keys.keys, keys.rotated)
+        hopper_attention.attend(
+            with_rope, keys_with_rope, keys.values, out, tiles, options, sums=sums, cached=cached
+        )
+        return
     capped = options.soft_cap is not None
     launch = tiling(dim, rope, capped)
     tile = launch["TILE"]
