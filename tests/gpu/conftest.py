@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from windlass.config import CacheConfig
 from windlass.kernels import linears
 
 
@@ -14,6 +16,16 @@ def packed() -> Iterator[None]:
     """Keep small weights packed, so that these tests use the kernels for packed weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linears, "_SMALL", 0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_caches() -> Iterator[None]:
+    """Give engines small KV caches where several pytest workers share the GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            defaults = CacheConfig.__init__.__kwdefaults__
+            patch.setitem(defaults, "kv_cache_memory_bytes", 2**30)
         yield
 
 

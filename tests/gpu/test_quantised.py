@@ -7,6 +7,7 @@ import torch
 
 from windlass.kernels import reference
 from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs, UnscaledOutputs
+from windlass.kernels.gpu import gpu_of
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, pack_nibbles
 from windlass.kernels.reference_linear import ReferenceLinear
@@ -185,3 +186,33 @@ def test_other_forms(name: str, rows: int, outputs: int, size: int) -> None:
     want = ReferenceLinear().prepare(form).apply(x)
     for _ in "ab":
         close(packed.prepared.apply(x), want, 2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "size", "group"),
+    [
+        (512, 4096, 14336, 128),
+        (200, 11528, 512, 128),
+        (1000, 4000, 576, 64),
+        (2048, 1536, 256, 256),
+    ],
+)
+def test_int4_of_many_rows(
+    rows: int, outputs: int, size: int, group: int, dtype: torch.dtype
+) -> None:
+    """Split along the inputs, with outputs and rows that do not fill their tiles."""
+    from windlass.kernels.triton.grouped_linear import GroupedLinear
+    from windlass.kernels.triton.int4_many import Int4ManyGemm
+
+    if reason := gpu_of(CUDA).lacks_warpgroups():
+        pytest.skip(reason)
+    scales = (torch.rand(outputs, size // group, device=CUDA) * 0.1 + 0.05).half()
+    codes = pack_nibbles(torch.randint(0, 16, (outputs, size), device=CUDA))
+    form = Int4Group(codes, scales, -8 * scales, None, "none")
+    gemm = GroupedLinear().prepare(form)
+    assert isinstance(gemm._wide_for(rows), Int4ManyGemm)
+    x = torch.randn(rows, size, device=CUDA, dtype=dtype)
+    want = x.double() @ form.dequantise().double().T
+    for _ in "ab":
+        close(gemm.apply(x), want, 2**-8)

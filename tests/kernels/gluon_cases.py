@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from windlass.kernels.triton import hopper_attention, int4_wide
+from windlass.kernels.triton import hopper_attention, int4_many, int4_wide
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "u8": gl.uint8}
 
@@ -31,6 +31,13 @@ def int4(
     return int4_wide.int4_wide_kernel, signature, constants, {"num_warps": 4}
 
 
+def int4_many_rows(scales: str = "*fp16", group: int = 128, split: bool = False) -> tuple:
+    _, signature, constants, options = int4(256, scales=scales, group=group, split=split)
+    signature["result"] = box("bf16", 256)
+    constants |= {"STAGES": 3, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    return int4_many.int4_many_kernel, signature, constants, options
+
+
 def attend(dim: int, *, rope: int = 0, dtype: str = "bf16", **options: bool) -> tuple:
     signature = {"q": box(dtype, 64, dim), "keys": box(dtype, 128, dim)}
     signature |= {"values": box(dtype, 128, dim), "out": f"*{dtype}", "tiles": "*i32"}
@@ -55,6 +62,9 @@ GLUON = {
     "wide int4 GEMM of 128 rows in float16": int4(128, "fp16"),
     "wide int4 GEMM of groups of 64": int4(128, group=64),
     "wide int4 GEMM of one group": int4(64, scales="*fp32", group=4096),
+    "int4 GEMM of many rows": int4_many_rows(),
+    "int4 GEMM of many rows, split": int4_many_rows(split=True, scales="*bf16"),
+    "int4 GEMM of many rows and groups of 64": int4_many_rows(group=64),
     "Hopper attention 128": attend(128),
     "Hopper attention 128 of cached tokens": attend(128, cached=True),
     "Hopper attention 128 behind cached tokens": attend(128, resumed=True, dtype="fp16"),

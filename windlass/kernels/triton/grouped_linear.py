@@ -2,7 +2,7 @@
 
 Weights are repacked at load. Dequantising a weight for one GEMM costs about as much as reading it,
 which pays off for many rows; Hopper GPUs unpack int4 in registers for up to hundreds of rows
-(int4_wide.py). If the format quantises activations to 8 bits, GEMMs of many rows run in fp8.
+(int4_wide.py, int4_many.py). If the format quantises activations to 8 bits, GEMMs of many rows run in fp8.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
+from windlass.kernels.triton.int4_many import Int4ManyGemm
 from windlass.kernels.triton.int4_wide import MAX_ROWS as MAX_WIDE_ROWS
 from windlass.kernels.triton.int4_wide import Int4WideGemm
 from windlass.kernels.triton.quantise import quantise_blocks, quantise_rows
@@ -156,7 +157,7 @@ class GroupQuantGemm(RowReader):
         self._no_fp8 = gpu.lacks_fp8() if self._coarse else None
         self._in_fp8 = None if self._no_fp8 is not None else _in_fp8(form)
         self._no_wide: str | None = None
-        self._wide = self._make_wide(space)
+        self._wide, self._many = self._make_wide(space)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
         values = (
@@ -165,22 +166,26 @@ class GroupQuantGemm(RowReader):
         )
         space.reserve(self._codes.device, values, self._tiles)
 
-    def _make_wide(self, space: SplitWorkspace) -> Int4WideGemm | None:
-        """The GEMM of int4 weights and 16-bit activations for rows that do not fit the fused one."""
+    def _make_wide(self, space: SplitWorkspace) -> tuple[Int4WideGemm | None, Int4ManyGemm | None]:
+        """The GEMMs of int4 weights and 16-bit activations for rows that do not fit the fused one."""
         device = self._codes.device
         if self._bits != 4 or self._coarse or self._offsets is None:
-            return None
+            return None, None
         self._no_wide = Int4WideGemm.refuse(device, self._num_in, self._half)
         if self._no_wide is not None:
+            return None, None
+        weight = (self._codes, self._scales, self._offsets)
+        wide = Int4WideGemm(*weight, group=self._group, half=self._half, space=space)
+        if Int4ManyGemm.refuse(self._num_out) is not None:
+            return wide, None
+        return wide, Int4ManyGemm(*weight, group=self._group, half=self._half, space=space)
+
+    def _wide_for(self, num_rows: int) -> Int4WideGemm | Int4ManyGemm | None:
+        if num_rows <= _MAX_FINE_ROWS:
             return None
-        return Int4WideGemm(
-            self._codes,
-            self._scales,
-            self._offsets,
-            group=self._group,
-            half=self._half,
-            space=space,
-        )
+        if self._many is not None and self._many.is_fastest(num_rows):
+            return self._many
+        return self._wide if num_rows <= MAX_WIDE_ROWS else None
 
     @property
     def lacks(self) -> str | None:
@@ -205,9 +210,9 @@ class GroupQuantGemm(RowReader):
 
     def apply(self, x: Inputs) -> Tensor:
         num_rows = x.shape[0]
-        if self._wide is not None and _MAX_FINE_ROWS < num_rows <= MAX_WIDE_ROWS:
+        if (wide := self._wide_for(num_rows)) is not None:
             assert isinstance(x, Tensor)
-            return self._wide.apply((x if self._perm is None else x[:, self._perm]).contiguous())
+            return wide.apply((x if self._perm is None else x[:, self._perm]).contiguous())
         if num_rows <= _MAX_FUSED_ROWS:
             assert isinstance(x, Tensor)
             return self._fused(x)

@@ -28,7 +28,7 @@ from windlass.kernels.triton.reduce import SplitWorkspace
 # Triton 3.6 calls it thread_barrier.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-MAX_ROWS = 512  # more rows share a dequantised weight
+MAX_ROWS = 512  # more rows: int4_many.py, or a dequantised weight
 _OUTPUTS = 64  # of a program
 _STEP = 64  # bytes of codes per output in one step: 128 inputs
 _MAX_SPLITS = 4
@@ -67,7 +67,7 @@ _TO_FP16 = _unpacking("0x64006400", "f16x2")
 
 
 @gluon.jit
-def _unpack(codes, dtype: gl.constexpr):
+def unpack(codes, dtype: gl.constexpr):
     """Unpack bytes of two 4-bit codes: (low halves, high halves)."""
     if dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
@@ -108,7 +108,9 @@ def _fill(
 
 
 @gluon.jit
-def _scales(at, block, N, outputs, dtype: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr):
+def group_numbers(
+    at, block, N, outputs, dtype: gl.constexpr, GROUP: gl.constexpr, HALF: gl.constexpr
+):
     """The numbers of both halves of a block."""
     group = block * 2 * HALF // GROUP
     first = gl.load(at + group * N + outputs).to(dtype)
@@ -119,7 +121,9 @@ def _scales(at, block, N, outputs, dtype: gl.constexpr, GROUP: gl.constexpr, HAL
 
 
 @gluon.jit
-def _store(out, acc, partial_sums, counter, split, splits, row, output, M, N, SPLIT: gl.constexpr):
+def store_tile(
+    out, acc, partial_sums, counter, split, splits, row, output, M, N, SPLIT: gl.constexpr
+):
     """Store a tile; if K is split, the program that finishes last adds the partial sums in order."""
     OUTPUTS: gl.constexpr = acc.shape[0]
     layout: gl.constexpr = gl.BlockedLayout(
@@ -183,20 +187,20 @@ def int4_wide_kernel(
         )  # fmt: skip
     # Outputs past the end are not stored.
     outputs = gl.minimum(output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, operand)), N - 1)
-    s1, s2 = _scales(scales, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
-    o1, o2 = _scales(offsets, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
+    s1, s2 = group_numbers(scales, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
+    o1, o2 = group_numbers(offsets, gl.minimum(begin, blocks - 1), N, outputs, dtype, GROUP, HALF)
     acc = warpgroup_mma_init(gl.zeros([OUTPUTS, ROWS], gl.float32, mma))
     low = gl.zeros([OUTPUTS, STEP], dtype, operand)
     high = low
     step = 0
     for block in range(begin, end):
         after = gl.minimum(block + 1, blocks - 1)
-        next_s1, next_s2 = _scales(scales, after, N, outputs, dtype, GROUP, HALF)
-        next_o1, next_o2 = _scales(offsets, after, N, outputs, dtype, GROUP, HALF)
+        next_s1, next_s2 = group_numbers(scales, after, N, outputs, dtype, GROUP, HALF)
+        next_o1, next_o2 = group_numbers(offsets, after, N, outputs, dtype, GROUP, HALF)
         for sub in gl.static_range(PER):
             stage = step % STAGES
             mbarrier.wait(arrived.index(stage), (step // STAGES) & 1)
-            next_low, next_high = _unpack(w_tiles.index(stage).load(operand), dtype)
+            next_low, next_high = unpack(w_tiles.index(stage).load(operand), dtype)
             next_low = next_low * s1[:, None] + o1[:, None]
             next_high = next_high * s2[:, None] + o2[:, None]
             # The operands of the last step stay in registers until it is computed.
@@ -216,7 +220,7 @@ def int4_wide_kernel(
     acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
     for each in gl.static_range(STAGES):
         mbarrier.invalidate(arrived.index(each))
-    _store(out, acc, partial_sums, counters + tile, split, splits, row, output, M, N, SPLIT)
+    store_tile(out, acc, partial_sums, counters + tile, split, splits, row, output, M, N, SPLIT)
 
 
 class Int4WideGemm:
