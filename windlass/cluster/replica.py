@@ -86,6 +86,8 @@ class ModelReplica:
         self._client = make_client(config, hang_timeout, retry_on_restart=False)
         self._client.on_traces = self._on_traces
         self._running: dict[str, _Running] = {}
+        # Before the model, which may fail to load: Ray deletes the replica then.
+        self._sleep = ReplicaSleep(self._client, lambda: bool(self._running))
         self._num_requests = 0
         self._traces: dict[str, list[RequestTrace]] = {}
         self._mean_output = _FIRST_OUTPUT
@@ -94,7 +96,6 @@ class ModelReplica:
         self._client.build_with(*build_replicas(config, opened.source))
         self._report = await self._client.start()
         self._start_s = time.monotonic() - began
-        self._sleep = ReplicaSleep(self._client, lambda: bool(self._running))
         await self._sleep.measure()
 
     def reconfigure(self, config: dict[str, float]) -> None:
