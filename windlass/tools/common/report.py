@@ -222,6 +222,14 @@ COLUMNS: dict[str, Columns] = {
         "two_tok_s": "2 ranks, 1 thread each, tok/s",
         "ratio": "ratio",
     },
+    "vllm_comparison": {
+        "model": "model",
+        "workload": "workload",
+        "vllm": "vLLM 0.26",
+        "windlass": "Windlass",
+        "ratio": "ratio",
+        "record": "record",
+    },
     "sequence_parallel": {
         "model": "model",
         "collectives": "collectives",
