@@ -246,7 +246,7 @@ def attend(
     q, rotated = queries.values, queries.rotated
     num_q, dim, value_dim = q.shape[1], q.shape[2], keys.values.shape[2]
     rope = 0 if rotated is None else rotated.shape[2]
-    if hopper_attention.refuse(q.device, dim, value_dim, rope, options) is None:
+    if hopper_attention.refuse(q, value_dim, rope, options) is None:
         with_rope, keys_with_rope = (q, rotated), (keys.keys, keys.rotated)
         hopper_attention.attend(
             with_rope, keys_with_rope, keys.values, out, tiles, options, sums=sums, cached=cached

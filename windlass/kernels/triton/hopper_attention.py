@@ -291,19 +291,20 @@ def hopper_attention_kernel(
     )  # fmt: skip
 
 
-def refuse(
-    device: torch.device, dim: int, value_dim: int, rope: int, options: AttentionOptions
-) -> str | None:
-    """Why the kernel refuses such a layer, or None."""
-    if device.type != "cuda":
-        return f"Gluon kernels need CUDA, this is {device.type}"
+def refuse(q: Tensor, value_dim: int, rope: int, options: AttentionOptions) -> str | None:
+    """Why the kernel refuses a layer with such queries [tokens, heads, dim], or None."""
+    dim = q.shape[2]
+    if not q.is_cuda:
+        return f"Gluon kernels need CUDA, this is {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs a 16-bit dtype, this is {q.dtype}"
     if (dim, value_dim, rope) not in _DIMS:
         return (
             f"heads of {dim} + {rope} and {value_dim} numbers; the kernel takes 64, 128, 128 + 64"
         )
     if options.soft_cap is not None:
         return "the kernel has no soft cap"
-    return gpu_of(device).lacks_warpgroups()
+    return gpu_of(q.device).lacks_warpgroups()
 
 
 def attend(
