@@ -505,6 +505,8 @@ QUICK = (
     "causal conv of single tokens",
     "selective scan of single tokens",
     "wide int4 GEMM of 32 rows",
+    "int4 GEMM of many rows, split",
+    "Hopper attention 128 of cached tokens",
 )
 # Tilings that the code chooses only with so much shared memory.
 NEEDS_SHARED = dict.fromkeys(

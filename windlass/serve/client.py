@@ -55,8 +55,6 @@ from windlass.serve.supervisor import EngineLaunch
 
 _log = logging.getLogger("windlass.serve")
 
-_WHILE_RUNNING = "while this request was running"
-
 
 def _no_preparation() -> None:
     """Do nothing: the build needs no slow imports."""
@@ -441,12 +439,11 @@ class EngineClient(InboxReader):
         _log.info(
             "%s refuses a prompt, which is computed here: %s", server.address, refused.message
         )
-        if refused.kind != WorkerDied.__name__:
-            self._compute_here(refused.request_id, PREFILL_REFUSED)
-        elif _WHILE_RUNNING not in refused.message or flight.has_output:
-            self._compute_here(refused.request_id, PREFILL_DIED)
-        else:
+        if refused.kind == EngineCrashed.__name__ and not flight.has_output:
             self._suspect(refused.request_id, refused.message)
+        else:
+            has_died = refused.kind in (EngineCrashed.__name__, WorkerDied.__name__)
+            self._compute_here(refused.request_id, PREFILL_DIED if has_died else PREFILL_REFUSED)
 
     def _suspect(self, request_id: str, how: str) -> None:
         """Give a request a strike that was running when the engine of a prefill server died."""
@@ -757,7 +754,7 @@ def _end_error(
             return blocked[request_id]
     if any(request_id in started for request_id in lost):
         return EngineCrashed(
-            f"{how} {_WHILE_RUNNING}. Send it again; if the engine fails once more "
+            f"{how} while this request was running. Send it again; if the engine fails once more "
             "while it is running, it will be blocked."
         )
     return WorkerDied(f"{how} before this request was started. Send it again.")
