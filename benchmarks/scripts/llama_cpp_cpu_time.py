@@ -135,7 +135,7 @@ def main() -> None:
     notes = (
         "CPU time of one thread, in ms: a prompt of N tokens (pN), a decode step of N rows (dN), or a "
         "prompt that is cached except for its last token, against a decode step of llama.cpp. Medians "
-        "of the turns; ratio: the median of the turns' ratios. Other programs used the machine."
+        "of the turns; ratio: the median of the turns' ratios."
     )
     settings = {"model": args.model, "gguf": args.gguf.name, "threads": 1, "turns": args.turns}
     record = Record("cpu_time", [], notes=notes, settings=settings)
