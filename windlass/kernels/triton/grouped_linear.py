@@ -28,7 +28,7 @@ from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
 from windlass.kernels.triton.int4_many import Int4ManyGemm
 from windlass.kernels.triton.int4_wide import MAX_ROWS as MAX_WIDE_ROWS
-from windlass.kernels.triton.int4_wide import Int4WideGemm
+from windlass.kernels.triton.int4_wide import Int4Weight, Int4WideGemm
 from windlass.kernels.triton.quantise import quantise_blocks, quantise_rows
 from windlass.kernels.triton.reduce import SplitWorkspace
 
@@ -174,11 +174,13 @@ class GroupQuantGemm(RowReader):
         self._no_wide = Int4WideGemm.refuse(device, self._num_in, self._half)
         if self._no_wide is not None:
             return None, None
-        weight = (self._codes, self._scales, self._offsets)
-        wide = Int4WideGemm(*weight, group=self._group, half=self._half, space=space)
+        weight = Int4Weight(
+            self._codes, self._scales, self._offsets, group=self._group, half=self._half
+        )
+        wide = Int4WideGemm(weight, space)
         if Int4ManyGemm.refuse(self._num_out) is not None:
             return wide, None
-        return wide, Int4ManyGemm(*weight, group=self._group, half=self._half, space=space)
+        return wide, Int4ManyGemm(weight, space)
 
     def _wide_for(self, num_rows: int) -> Int4WideGemm | Int4ManyGemm | None:
         if num_rows <= _MAX_FINE_ROWS:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from windlass.kernels.triton.int4_wide import group_numbers, store_tile, unpack
+from windlass.kernels.triton.int4_wide import Int4Weight, group_numbers, store_tile, unpack
 from windlass.kernels.triton.reduce import SplitWorkspace
 
 _MAX_ROWS = 2048  # more rows share a dequantised weight
@@ -196,25 +196,12 @@ def int4_many_kernel(
 
 
 class Int4ManyGemm:
-    """Computes with the codes of one weight, which another object owns."""
+    """Computes with the codes of one weight."""
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        *,
-        group: int,
-        half: int,
-        space: SplitWorkspace,
-    ) -> None:
-        """`codes`: [N, K / 2], in blocks of `half` bytes; `scales` and `offsets`: [groups, N]."""
-        self._codes, self._scales, self._offsets = codes, scales, offsets
-        self._group, self._half = group, half
-        self._num_out, self._padded = codes.shape[0], 2 * codes.shape[1]
-        self._space = space
+    def __init__(self, weight: Int4Weight, space: SplitWorkspace) -> None:
+        self._weight, self._space = weight, space
         tile = _TILE_ROWS * 2 * _OUTPUTS
-        space.reserve(codes.device, _PROGRAMS * tile, 2 * _PROGRAMS)
+        space.reserve(weight.codes.device, _PROGRAMS * tile, 2 * _PROGRAMS)
 
     @staticmethod
     def refuse(num_out: int) -> str | None:
@@ -230,40 +217,39 @@ class Int4ManyGemm:
         tiles, splits = self._grid(num_rows)
         row_tiles = triton.cdiv(num_rows, _TILE_ROWS)
         full = num_rows >= _ENOUGH_ROWS * row_tiles * _TILE_ROWS
-        steps = self._padded // (2 * _STEP) // splits
+        steps = self._weight.padded // (2 * _STEP) // splits
         return (
             full and tiles * splits >= _ENOUGH_PROGRAMS and (splits == 1 or steps >= _ENOUGH_STEPS)
         )
 
     def _grid(self, num_rows: int) -> tuple[int, int]:
         """Tiles, and splits of K."""
-        tiles = triton.cdiv(self._num_out, 2 * _OUTPUTS) * triton.cdiv(num_rows, _TILE_ROWS)
-        blocks = self._padded // (2 * self._half)
-        return tiles, max(1, min(_MAX_SPLITS, _PROGRAMS // tiles, blocks))
+        tiles = triton.cdiv(self._weight.num_out, 2 * _OUTPUTS) * triton.cdiv(num_rows, _TILE_ROWS)
+        return tiles, max(1, min(_MAX_SPLITS, _PROGRAMS // tiles, self._weight.blocks))
 
     def apply(self, x: Tensor) -> Tensor:
         """x @ weight.T; x is a contiguous [rows, K] of 16-bit floats."""
-        num_rows = x.shape[0]
+        weight, num_rows = self._weight, x.shape[0]
         tiles, splits = self._grid(num_rows)
-        out = x.new_empty((num_rows, self._num_out))
+        out = x.new_empty((num_rows, weight.num_out))
         x_box, w_box = [_TILE_ROWS, _STEP], [_OUTPUTS, _STEP]
         kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
         x_layout = _LAYOUT(x_box, kind)
         int4_many_kernel[(tiles, splits)](
             TensorDescriptor.from_tensor(x, x_box, x_layout),
-            TensorDescriptor.from_tensor(self._codes, w_box, _LAYOUT(w_box, gl.uint8)),
+            TensorDescriptor.from_tensor(weight.codes, w_box, _LAYOUT(w_box, gl.uint8)),
             TensorDescriptor.from_tensor(out, [_TILE_ROWS, _OUTPUTS], x_layout),
-            self._scales,
-            self._offsets,
+            weight.scales,
+            weight.offsets,
             out,
             self._space.partial_sums,
             self._space.counters,
             num_rows,
-            self._num_out,
-            self._padded,
+            weight.num_out,
+            weight.padded,
             splits,
-            GROUP=self._group,
-            HALF=self._half,
+            GROUP=weight.group,
+            HALF=weight.half,
             STAGES=_STAGES,
             SPLIT=splits > 1,
             CONSUMER_REGISTERS=_CONSUMER_REGISTERS,

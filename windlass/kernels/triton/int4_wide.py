@@ -8,6 +8,8 @@ it unpacks. The codes are packed as grouped.py reads them.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -223,28 +225,42 @@ def int4_wide_kernel(
     store_tile(out, acc, partial_sums, counters + tile, split, splits, row, output, M, N, SPLIT)
 
 
-class Int4WideGemm:
-    """Computes with the codes of one weight, which another object owns."""
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """The codes of one weight [N, K / 2], in blocks of `half` bytes; another object owns them."""
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        *,
-        group: int,
-        half: int,
-        space: SplitWorkspace,
-    ) -> None:
-        """`codes`: [N, K / 2], in blocks of `half` bytes; `scales` and `offsets`: [groups, N]."""
-        self._codes, self._scales, self._offsets = codes, scales, offsets
-        self._group, self._half = group, half
-        self._num_out, self._padded = codes.shape[0], 2 * codes.shape[1]
-        self._space = space
+    codes: Tensor
+    scales: Tensor  # [groups, N], as `offsets`
+    offsets: Tensor
+    _: KW_ONLY
+    group: int
+    half: int
+
+    @property
+    def num_out(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def padded(self) -> int:
+        """Inputs, with those that fill the last block."""
+        return 2 * self.codes.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        return self.padded // (2 * self.half)
+
+
+class Int4WideGemm:
+    """Computes with the codes of one weight."""
+
+    def __init__(self, weight: Int4Weight, space: SplitWorkspace) -> None:
+        self._weight, self._space = weight, space
         # The most rows for which K is split.
-        num_tiles = (_ENOUGH_PROGRAMS - 1) // triton.cdiv(self._num_out, _OUTPUTS)
+        num_tiles = (_ENOUGH_PROGRAMS - 1) // triton.cdiv(weight.num_out, _OUTPUTS)
         num_rows = min(MAX_ROWS, num_tiles * _tile_rows(MAX_ROWS))
-        space.reserve(codes.device, _MAX_SPLITS * num_rows * self._num_out, _ENOUGH_PROGRAMS)
+        space.reserve(
+            weight.codes.device, _MAX_SPLITS * num_rows * weight.num_out, _ENOUGH_PROGRAMS
+        )
 
     @staticmethod
     def refuse(device: torch.device, num_in: int, half: int) -> str | None:
@@ -259,28 +275,27 @@ class Int4WideGemm:
 
     def apply(self, x: Tensor) -> Tensor:
         """x @ weight.T; x is a contiguous [rows, K] of 16-bit floats, with up to MAX_ROWS rows."""
-        num_rows = x.shape[0]
+        weight, num_rows = self._weight, x.shape[0]
         rows = _tile_rows(num_rows)
-        tiles = triton.cdiv(self._num_out, _OUTPUTS) * triton.cdiv(num_rows, rows)
-        blocks = self._padded // (2 * self._half)
-        splits = 1 if tiles >= _ENOUGH_PROGRAMS else min(_MAX_SPLITS, blocks)
-        out = x.new_empty((num_rows, self._num_out))
+        tiles = triton.cdiv(weight.num_out, _OUTPUTS) * triton.cdiv(num_rows, rows)
+        splits = 1 if tiles >= _ENOUGH_PROGRAMS else min(_MAX_SPLITS, weight.blocks)
+        out = x.new_empty((num_rows, weight.num_out))
         x_box, w_box = [rows, _STEP], [_OUTPUTS, _STEP]
         kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
         int4_wide_kernel[(tiles, splits)](
             TensorDescriptor.from_tensor(x, x_box, _LAYOUT(x_box, kind)),
-            TensorDescriptor.from_tensor(self._codes, w_box, _LAYOUT(w_box, gl.uint8)),
-            self._scales,
-            self._offsets,
+            TensorDescriptor.from_tensor(weight.codes, w_box, _LAYOUT(w_box, gl.uint8)),
+            weight.scales,
+            weight.offsets,
             out,
             self._space.partial_sums,
             self._space.counters,
             num_rows,
-            self._num_out,
-            self._padded,
+            weight.num_out,
+            weight.padded,
             splits,
-            GROUP=self._group,
-            HALF=self._half,
+            GROUP=weight.group,
+            HALF=weight.half,
             STAGES=4 if rows <= 32 else 3,
             SPLIT=splits > 1,
             num_warps=4,
