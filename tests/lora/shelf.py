@@ -37,7 +37,7 @@ class FakeShelf:
     def num_in_memory(self) -> int:
         return len(self.there)
 
-    def register(self, name: str, folder: str) -> None:  # noqa: ARG002
+    def register(self, name: str, folder: str, *roots: str) -> None:  # noqa: ARG002
         if name in self.names:
             raise AdapterConflict(f"{name} is there")
         self.names.append(name)

@@ -287,8 +287,8 @@ def test_restart_replays_changes_since_the_start() -> None:
         registry, engine = AdapterRegistry(), FakeEngine()
         assert registry.sync_after_start({"a": "/a", "b": "/b"}) == []
         await registry.change(UNLOAD, [engine])
-        await registry.change(messages.LoadAdapter("c", "/c"), [engine])
-        expected = [UNLOAD, messages.LoadAdapter("c", "/c")]
+        await registry.change(messages.LoadAdapter("c", "/c", ("/",)), [engine])
+        expected = [UNLOAD, messages.LoadAdapter("c", "/c", ("/",))]
         assert registry.sync_after_start({"a": "/a", "b": "/b"}) == expected
         # An adapter that cannot be reloaded is removed.
         assert registry.reload_failed(messages.LoadAdapter("c", "/c"))
@@ -319,11 +319,11 @@ def test_a_restart_replays_changes_in_progress() -> None:
         registry.sync_after_start({"a": "/a"})
         changes = [
             asyncio.create_task(registry.change(change, [engine]))
-            for change in (UNLOAD, messages.LoadAdapter("c", "/c"))
+            for change in (UNLOAD, messages.LoadAdapter("c", "/c", ("/",)))
         ]
         await asyncio.sleep(0)
         assert registry.folders == {"a": "/a"}
-        expected = [UNLOAD, messages.LoadAdapter("c", "/c")]
+        expected = [UNLOAD, messages.LoadAdapter("c", "/c", ("/",))]
         assert registry.sync_after_start({"a": "/a"}) == expected
         await asyncio.gather(*changes)
         assert registry.folders == {"c": "/c"}

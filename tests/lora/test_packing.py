@@ -201,7 +201,7 @@ def test_integer_weights_are_rejected(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {name: one.int() for name, one in lora_tensors().items()}
     folder = AdapterFolder(write_adapter(tmp_path / "a", tensors=tensors), SPEC, 8)
     for read in (folder.stored, folder.read):
-        with pytest.raises(UnsupportedError, match=r"stored as torch.int32; adapter weights must"):
+        with pytest.raises(UnsupportedError, match=r"stored as i32; adapter weights must"):
             read("a")
 
 

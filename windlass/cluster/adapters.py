@@ -87,8 +87,8 @@ class FleetAdapters:
         error.args = (text, *error.args[1:])
         return error
 
-    def sync(self, found: Mapping[str, dict[str, str]]) -> None:
-        """Send replicas what they lack. `found`: the adapters that each of them has.
+    def sync(self, found: Mapping[str, tuple[dict[str, str], dict[str, tuple[str, ...]]]]) -> None:
+        """Send replicas what they lack. `found`: the folders of each one's adapters, and their roots.
 
         The first call begins with the adapters of the replica that has most: an ingress that is
         restarted does not know what was loaded before.
@@ -97,8 +97,8 @@ class FleetAdapters:
         if self.registry.is_changing:
             return  # the reports may be older than the change
         missing: list[Change] = []
-        for replica, folders in sorted(found.items(), key=lambda each: -len(each[1])):
-            changes = self.registry.sync_after_start(folders)
+        for replica, (folders, roots) in sorted(found.items(), key=lambda each: -len(each[1][0])):
+            changes = self.registry.sync_after_start(folders, roots=roots)
             if replica not in self._failed:
                 missing += [each for each in changes if each not in missing]
         if missing and (self._syncing is None or self._syncing.done()):

@@ -188,7 +188,9 @@ class FleetClient(InboxReader):
     def _place(self, snapshots: Sequence[Snapshot]) -> None:
         """Assign replicas to slots, and pass on their stats."""
         by_id = {each.replica: each for each in snapshots}
-        self.fleet_adapters.sync({each.replica: each.adapters for each in snapshots})
+        self.fleet_adapters.sync(
+            {each.replica: (each.adapters, each.adapter_roots) for each in snapshots}
+        )
         for slot in self.replicas:
             if slot.snapshot is None:
                 continue

@@ -60,6 +60,7 @@ class Snapshot:
     num_ends: int  # of engine processes that died or hung
     report: EngineReport
     adapters: dict[str, str]  # folders by name
+    adapter_roots: dict[str, tuple[str, ...]]  # folders to which adapters are confined
     stats: EngineStats
     health: Health
     num_outstanding: float
@@ -181,6 +182,7 @@ class ModelReplica:
             num_ends=engine.num_ends,
             report=self._report,
             adapters=dict(self._client.adapters.folders),
+            adapter_roots=dict(self._client.adapters.roots),
             stats=engine.stats,
             health=Health(True) if self._sleep.is_asleep else self._client.health(),
             num_outstanding=prompt_tokens + DECODE_WEIGHT * decode_tokens,

@@ -32,7 +32,9 @@ class Shelf(Protocol):
     @property
     def max_in_memory(self) -> int: ...
 
-    def register(self, name: str, folder: str) -> None: ...
+    def register(self, name: str, folder: str, *roots: str) -> None:
+        """Add a name. With `roots`, only files inside of these folders are read."""
+        ...
 
     def version(self, name: str) -> str:
         """Identify an adapter's weights: others under the same name, also later, have another version."""
@@ -62,7 +64,7 @@ class _NoShelf:
     def version(self, name: str) -> str:
         raise AssertionError(f"{name!r} is not registered")
 
-    def register(self, name: str, folder: str) -> None:
+    def register(self, name: str, folder: str, *roots: str) -> None:  # noqa: ARG002
         raise AdapterConflict(
             f"the adapter {name!r:.200} cannot be loaded from {folder}: the engine was started "
             "without --enable-lora.",
@@ -106,11 +108,11 @@ class Adapters:
         """Adapters that requests may name."""
         return [name for name in self._shelf.names if name not in self._leaving]
 
-    def load(self, name: str, folder: str) -> None:
+    def load(self, name: str, folder: str, *roots: str) -> None:
         """Register an adapter and start to read it; poll `loaded` for the result."""
         if name in self._leaving:
             raise self._still_leaving(name)
-        self._shelf.register(name, folder)
+        self._shelf.register(name, folder, *roots)
 
     def loaded(self, name: str) -> bool:
         """Whether a `load` has finished. A failed load raises and removes the name."""

@@ -6,13 +6,17 @@ peft_config.py reads the config. This file checks every tensor of the weights ag
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora.base import Adapter, LoraWeights
+from windlass.lora.open_below import Opener
 from windlass.lora.peft_config import PeftConfig
 from windlass.lora.stored import (
     TYPES,
@@ -24,7 +28,7 @@ from windlass.lora.stored import (
     version_of,
 )
 from windlass.lora_config import MAX_RANK
-from windlass.models.checkpoint import SafetensorsCheckpoint
+from windlass.models.checkpoint import read_header
 from windlass.models.hparams import HParams
 
 if TYPE_CHECKING:
@@ -36,6 +40,15 @@ _PICKLE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # PEFT writes a copy of the base model's weight next to the LoRA weights of a head.
 _BASE_COPY = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
+# torch's names of the types of safetensors that weights may have.
+_DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+}
 
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
@@ -75,14 +88,17 @@ def _attention_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
 class AdapterFolder:
     """An adapter on disk. The constructor checks config and header against the model.
 
-    `stored` and `read` read the weights.
+    `stored` and `read` read the weights. `opener` opens every file; by default, `os.open`.
     """
 
-    def __init__(self, folder: Path, hparams: HParams, max_rank: int) -> None:
+    def __init__(
+        self, folder: Path, hparams: HParams, max_rank: int, opener: Opener | None = None
+    ) -> None:
         self._weights = folder / WEIGHTS
-        self.version = version_of(folder / CONFIG, self._weights)
-        self.config = PeftConfig.read(_existing(folder, CONFIG))
-        self._checkpoint = SafetensorsCheckpoint([_existing(folder, WEIGHTS)])
+        self._opener = opener
+        self.version = version_of(folder / CONFIG, self._weights, opener=opener)
+        self.config = PeftConfig.read(_existing(folder, CONFIG, opener), opener)
+        self._stored = read_header(_existing(folder, WEIGHTS, opener), opener)
         self._shapes = linear_shapes(hparams)
         self._modules = self.config.resolve(self._shapes)
         self._tensors = self._group_tensors()
@@ -94,7 +110,7 @@ class AdapterFolder:
     def _group_tensors(self) -> dict[str, dict[str, str]]:
         """Tensor names by module and by letter, A or B. Raises for a tensor of an unknown kind."""
         found: dict[str, dict[str, str]] = {}
-        for name in self._checkpoint.names():
+        for name in self._stored:
             if self._is_base_copy(name):
                 continue
             parts = _KEY.fullmatch(name)
@@ -126,7 +142,7 @@ class AdapterFolder:
         parts = _BASE_COPY.fullmatch(name)
         if parts is None:
             return False
-        stored, shape = self._checkpoint.stored(name).shape, self._shapes.get(parts[1])
+        stored, shape = self._stored[name].shape, self._shapes.get(parts[1])
         if shape is not None and tuple(stored) != shape:
             raise CheckpointError(
                 f"{self._weights}: tensor {name} has shape {list(stored)}, this model's weight "
@@ -159,7 +175,7 @@ class AdapterFolder:
             )
         num_out, num_in = self._shapes[module]
         for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
-            stored = self._checkpoint.stored(pair[letter]).shape
+            stored = self._stored[pair[letter]].shape
             if tuple(stored) != shape:
                 why = f"The adapter is for another base model.{self._trained_on()}"
                 if len(stored) == 2 and stored[letter == "A"] == shape[letter == "A"]:
@@ -188,11 +204,10 @@ class AdapterFolder:
 
     def stored(self, name: str) -> StoredAdapter:
         """Read the weights as stored, unscaled, for Bank.pack."""
-        names = [each for pair in self._tensors.values() for each in pair.values()]
-        tensors = {each: self._checkpoint.stored(each) for each in names}
-        known = {each: tensor for each, tensor in tensors.items() if tensor.format in TYPES}
-        arrays = read_arrays(self._weights, known)
-        arrays |= {each: self._converted(each) for each in names if each not in known}
+        arrays = self._arrays()
+        for each, array in arrays.items():
+            if self._stored[each].format not in TYPES:
+                arrays[each] = self._tensor(each, array).float().numpy()
         modules = {
             module: StoredWeights(
                 arrays[pair["A"]], arrays[pair["B"]], self._modules.scalings[module]
@@ -202,13 +217,14 @@ class AdapterFolder:
         self._check_unchanged()
         return StoredAdapter(name, modules, str(self._weights))
 
-    def _converted(self, name: str) -> Array:
-        values: Array = self._tensor(name).float().numpy()
-        return values
+    def _arrays(self) -> dict[str, Array]:
+        names = [each for pair in self._tensors.values() for each in pair.values()]
+        tensors = {each: self._stored[each] for each in names}
+        return read_arrays(self._weights, tensors, self._opener)
 
     def _check_unchanged(self) -> None:
         """Raise if a file changed since its header was checked."""
-        if version_of(self.config.file, self._weights) != self.version:
+        if version_of(self.config.file, self._weights, opener=self._opener) != self.version:
             raise CheckpointError(
                 f"{self._weights.parent}: was changed while it was read. Load the adapter after its "
                 "files are written, or write them elsewhere and move the folder here."
@@ -219,21 +235,26 @@ class AdapterFolder:
         return Adapter(name, dict(self._scaled()))
 
     def _scaled(self) -> Iterator[tuple[str, LoraWeights]]:
+        arrays = self._arrays()
         for module, pair in self._tensors.items():
-            down, up = self._tensor(pair["A"]), self._tensor(pair["B"])
+            down, up = (self._tensor(pair[letter], arrays[pair[letter]]) for letter in "AB")
             scaled = up * self._modules.scalings[module]
             if not (_finite(down) and _finite(scaled)):
                 raise not_finite(str(self._weights), module)
-            yield module, LoraWeights(down.clone(), scaled)
+            yield module, LoraWeights(down, scaled)
 
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self._checkpoint.read(name, self._checkpoint.stored(name).shape)
-        if not tensor.is_floating_point():
+    def _tensor(self, name: str, array: Array) -> Tensor:
+        """A copy of a stored tensor."""
+        import torch
+
+        stored = self._stored[name]
+        if stored.format not in _DTYPES:
             raise UnsupportedError(
-                f"{self._weights}: tensor {name} is stored as {tensor.dtype}; adapter weights must be "
-                "floating point."
+                f"{self._weights}: tensor {name} is stored as {stored.format}; adapter weights must be "
+                f"floating point ({', '.join(_DTYPES)})."
             )
-        return tensor
+        values = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
+        return values.view(getattr(torch, _DTYPES[stored.format])).view(stored.shape)
 
 
 def _finite(values: Tensor) -> bool:
@@ -241,19 +262,35 @@ def _finite(values: Tensor) -> bool:
     return all(math.isfinite(value) for value in values.aminmax())
 
 
-def _existing(folder: Path, name: str) -> Path:
-    file = folder / name
-    if file.is_file():
-        return file
-    if not folder.is_dir():
-        raise CheckpointError(f"adapter {folder}: no such folder.")
-    if name == WEIGHTS and (folder / _PICKLE).is_file():
+def _existing(folder: Path, name: str, opener: Opener | None) -> Path:
+    content = _content(folder, opener)
+    if name in content:
+        return folder / name
+    if name == WEIGHTS and _PICKLE in content:
         raise UnsupportedError(
             f"{folder / _PICKLE}: pickle is never loaded, since it can run any code. Save the "
             f"adapter as {WEIGHTS} (PEFT does so by default)."
         )
-    content = ", ".join(sorted(item.name for item in folder.iterdir())[:10]) or "nothing"
-    raise CheckpointError(f"adapter {folder}: has no {name}; the folder contains {content}.")
+    some = ", ".join(sorted(content)[:10]) or "nothing"
+    raise CheckpointError(f"adapter {folder}: has no {name}; the folder contains {some}.")
+
+
+def _content(folder: Path, opener: Opener | None) -> list[str]:
+    """Names of the files in a folder. Raises CheckpointError for other paths."""
+    try:
+        if opener is None:
+            return os.listdir(folder)
+        descriptor = opener(str(folder), os.O_RDONLY)
+        try:
+            return os.listdir(descriptor)
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"adapter {folder}: no such folder.") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"adapter {folder}: cannot be read: {error.strerror or error}."
+        ) from error
 
 
 def read_adapter(folder: Path, name: str, hparams: HParams, max_rank: int) -> Adapter:

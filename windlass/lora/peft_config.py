@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from windlass.errors import CheckpointError, UnsupportedError
+from windlass.lora.open_below import Opener
 from windlass.lora.patterns import MatchError, match_names, pattern_error, suffix_pattern
 from windlass.models.fields import LARGEST, Fields
 from windlass.models.json_file import read_json
@@ -63,9 +64,9 @@ class PeftConfig:
     base: str  # name of the base model, for error messages only
 
     @classmethod
-    def read(cls, file: Path) -> PeftConfig:
+    def read(cls, file: Path, opener: Opener | None = None) -> PeftConfig:
         """Read the file. Raises for unsupported fields, by name."""
-        fields = Fields(read_json(file), str(file), "Save the adapter again with PEFT.")
+        fields = Fields(read_json(file, opener), str(file), "Save the adapter again with PEFT.")
         kind = fields.text("peft_type", None)
         if kind != "LORA":
             raise UnsupportedError(f"{file}: peft_type is {kind!r}; only 'LORA' is supported.")

@@ -18,6 +18,7 @@ from secrets import token_hex
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.kernels.storages import Held
 from windlass.lora.base import Adapter
+from windlass.lora.open_below import Opener, open_below
 from windlass.lora.peft import CONFIG, WEIGHTS, AdapterFolder
 from windlass.lora.stored import StoredAdapter, Version, version_of
 from windlass.models.file_digest import sample
@@ -59,6 +60,7 @@ class AdapterStore:
         self._pack = pack
         self._on_many_hosts = on_many_hosts
         self._folders: dict[str, Path] = {}
+        self._openers: dict[str, Opener] = {}  # of adapters that are confined to folders
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._pending: dict[str, Future[tuple[Adapter, Version]]] = {}
         self._versions: dict[str, Version] = {}  # of the files when first used
@@ -72,16 +74,18 @@ class AdapterStore:
 
     # ---- names -------------------------------------------------------------------------------
 
-    def register(self, name: str, folder: str | Path) -> None:
-        """Register a name. The weights are read on the first `ready`."""
+    def register(self, name: str, folder: str | Path, *roots: str) -> None:
+        """Register a name. The weights are read on the first `ready`, only from files inside of `roots`."""
         if name in self._folders:
             raise AdapterConflict(
                 f"an adapter {name!r} is already loaded, from {self._folders[name]}. Unload it "
                 "first, or choose another name.",
                 "lora_name",
             )
-        self.announce("register", name, str(folder))
+        self.announce("register", name, str(folder), *roots)
         self._folders[name] = Path(folder)
+        if roots:
+            self._openers[name] = open_below(roots)
 
     def check_folder(self, folder: Path) -> None:
         """Check config and header without reading weights. Raises if the adapter does not fit."""
@@ -91,6 +95,7 @@ class AdapterStore:
         """Remove a name and its weights. The result of a pending read is dropped."""
         self.announce("unregister", name)
         del self._folders[name]
+        self._openers.pop(name, None)
         self._loaded.pop(name, None)
         self._versions.pop(name, None)
         pending = self._pending.pop(name, None)
@@ -100,13 +105,15 @@ class AdapterStore:
     def version(self, name: str) -> str:
         """Identify an adapter's files, also after a restart. Files that change later are refused."""
         files = [self._folder(name) / file for file in (CONFIG, WEIGHTS)]
+        opener = self._openers.get(name)
         try:
-            version = version_of(*files)
+            version = version_of(*files, opener=opener)
             times = () if self._on_many_hosts else version
             digest = blake2b(repr(times).encode(), digest_size=16)
             for file in files:
-                digest.update(sample(file))
-        except OSError:  # the read will fail with the reason, and no request can use the blocks
+                digest.update(sample(file, opener))
+        except (OSError, CheckpointError):
+            # The read will fail with the reason, and no request can use the blocks.
             return token_hex(16)
         self._versions.setdefault(name, version)
         return digest.hexdigest()
@@ -147,7 +154,9 @@ class AdapterStore:
             folder = self._folder(name)
             self.announce("read", name)
             self._collect_finished()
-            pending = self._reader.submit(self._read, name, folder, self._versions.get(name))
+            pending = self._reader.submit(
+                self._read, name, folder, self._openers.get(name), self._versions.get(name)
+            )
             pending.add_done_callback(self._count)
             self._pending[name] = pending
             return False
@@ -214,10 +223,12 @@ class AdapterStore:
             if name not in self._held and name != newest:
                 del self._loaded[name]
 
-    def _read(self, name: str, folder: Path, known: Version | None) -> tuple[Adapter, Version]:
+    def _read(
+        self, name: str, folder: Path, opener: Opener | None, known: Version | None
+    ) -> tuple[Adapter, Version]:
         """Read an adapter in a reader thread. Every failure becomes an EngineError."""
         try:
-            found = AdapterFolder(folder, self._hparams, self._max_rank)
+            found = AdapterFolder(folder, self._hparams, self._max_rank, opener)
             if known not in (None, found.version):
                 raise CheckpointError(
                     f"{folder}: changed since it was first read, and cached prefixes may depend on "

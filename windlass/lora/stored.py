@@ -6,6 +6,7 @@ memory-mapped: if it is truncated or its disk fails, access to a mapping would k
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.errors import CheckpointError
+from windlass.lora.open_below import Opener
 from windlass.models.checkpoint import StoredTensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,10 +43,19 @@ class StoredAdapter:
     file: str
 
 
-def version_of(*files: Path) -> Version:
-    """Sizes and modification times of the existing files. A missing file raises when it is opened."""
-    stats = [file.stat() for file in files if file.exists()]
-    return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))
+def version_of(*files: Path, opener: Opener | None = None) -> Version:
+    """Sizes and modification times of the existing files. A missing file raises when it is read."""
+    numbers: list[int] = []
+    for file in files:
+        try:
+            with open(file, "rb", opener=opener) as stream:
+                stat = os.fstat(stream.fileno())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error
+        numbers += (stat.st_size, stat.st_mtime_ns)
+    return tuple(numbers)
 
 
 def not_finite(file: str, module: str) -> CheckpointError:
@@ -54,15 +65,17 @@ def not_finite(file: str, module: str) -> CheckpointError:
     )
 
 
-def read_arrays(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Array]:
-    """Read tensors of the types in `TYPES` in one sequential read."""
+def read_arrays(
+    file: Path, tensors: Mapping[str, StoredTensor], opener: Opener | None = None
+) -> dict[str, Array]:
+    """Read tensors in one sequential read; those of other types than `TYPES` as bytes."""
     if not tensors:
         return {}
     first = min(tensor.start for tensor in tensors.values())
     end = max(tensor.start + tensor.num_bytes for tensor in tensors.values())
     memory = np.empty(end - first, np.uint8)
     try:
-        with file.open("rb", buffering=0) as stream:
+        with open(file, "rb", buffering=0, opener=opener) as stream:
             stream.seek(first)
             num_read = 0
             while num_read < len(memory):  # Linux reads at most 2 GiB per call
@@ -80,4 +93,7 @@ def read_arrays(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Ar
 
 def _array(memory: Array, first: int, tensor: StoredTensor) -> Array:
     start = tensor.start - first
-    return memory[start : start + tensor.num_bytes].view(TYPES[tensor.format]).reshape(tensor.shape)
+    found = memory[start : start + tensor.num_bytes]
+    if tensor.format not in TYPES:
+        return found
+    return found.view(TYPES[tensor.format]).reshape(tensor.shape)

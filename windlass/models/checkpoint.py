@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -161,11 +162,13 @@ def weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(
+    file: Path, opener: Callable[[str, int], int] | None = None
+) -> dict[str, StoredTensor]:
     """Names, shapes and sizes of a .safetensors file, checked against the file's length."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open(file, "rb", opener=opener) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from windlass.config import ModelConfig
@@ -29,11 +31,11 @@ def file_digest(files: ModelFiles, config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def sample(file: Path) -> bytes:
+def sample(file: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
     """The size of a file, and parts of its content: those of other weights differ."""
-    size = file.stat().st_size
-    parts = [f" {size} ".encode()]
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=opener) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        parts = [f" {size} ".encode()]
         for number in range(_SAMPLES):
             stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
             parts.append(stream.read(_SAMPLE_BYTES))

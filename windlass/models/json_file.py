@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from windlass.errors import CheckpointError
 _MAX_BYTES = 64 * 2**20  # the largest index of a real model has a fifth
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object."""
-    value = read_value(path)
+def read_json(path: Path, opener: Callable[[str, int], int] | None = None) -> dict[str, Any]:
+    """Read a file that contains a JSON object. `opener`: as that of `open`."""
+    value = read_value(path, opener)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path}: contains a JSON {type(value).__name__}, expected an object."
@@ -22,10 +22,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_value(path: Path) -> Any:
+def read_value(path: Path, opener: Callable[[str, int], int] | None = None) -> Any:
     """Read a file that contains any JSON; its size is limited."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise CheckpointError(f"{path}: is larger than {_MAX_BYTES // 2**20} MiB.")

@@ -1,6 +1,8 @@
 """Loads and unloads LoRA adapters through the API.
 
-An adapter must lie below one of the operator's folders (--lora-root). Callers check the admin key.
+An adapter must lie below one of the operator's folders (--lora-root). The check here gives a clear error;
+the engine opens no file outside of them, also when a link changes later (lora/open_below.py). Callers check
+the admin key.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class AdapterManager:
         self, client: EngineHandle, roots: tuple[str, ...], base_names: tuple[str, ...]
     ) -> None:
         self._client = client
-        self._roots = roots
+        self._roots = tuple(str(Path(root).absolute()) for root in roots)
         self._base_names = base_names
 
     async def load(self, name: str, path: str) -> None:
@@ -45,7 +47,7 @@ class AdapterManager:
         self._client.adapters.check_free(name)
         folder = await asyncio.to_thread(self._allowed_folder, path)
         try:
-            await self._client.change_adapter(messages.LoadAdapter(name, str(folder)))
+            await self._client.change_adapter(messages.LoadAdapter(name, str(folder), self._roots))
         except (CheckpointError, UnsupportedError) as error:
             raise RequestError(str(error), "lora_path") from error
 

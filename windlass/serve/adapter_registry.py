@@ -67,33 +67,40 @@ class AdapterRegistry:
 
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}
+        self.roots: dict[str, tuple[str, ...]] = {}  # of adapters that are confined to folders
         # Of the weights, on all hosts: of adapters that the engine started with and that did not change.
         self.versions: dict[str, str] = {}
         self._started = False
         self._changing: dict[str, Change] = {}
 
     def sync_after_start(
-        self, initial: dict[str, str], versions: Mapping[str, str] = MappingProxyType({})
+        self,
+        initial: dict[str, str],
+        versions: Mapping[str, str] = MappingProxyType({}),
+        roots: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> list[Change]:
         """Return the changes that a new engine needs, which has the adapters `initial` of `versions`.
 
-        Changes in progress count as done: another engine may have applied them already.
+        `roots`: as in `LoadAdapter`, of the adapters that have some. Changes in progress count as done: another engine may have applied them already.
         """
         if not self._started:
-            self._started, self.folders = True, dict(initial)
-        known = dict(self.folders)
+            self._started, self.folders, self.roots = True, dict(initial), dict(roots)
+        known, known_roots = dict(self.folders), dict(self.roots)
         self.versions |= {
             name: version for name, version in versions.items() if known.get(name) == initial[name]
         }
         for change in self._changing.values():
             if isinstance(change, messages.LoadAdapter):
-                known[change.name] = change.folder
+                known[change.name], known_roots[change.name] = change.folder, change.roots
             else:
                 known.pop(change.name, None)
         removed = [name for name in initial if known.get(name) != initial[name]]
         added = [name for name in known if initial.get(name) != known[name]]
         unloads = [messages.UnloadAdapter(name) for name in removed]
-        return [*unloads, *(messages.LoadAdapter(name, known[name]) for name in added)]
+        loads = (
+            messages.LoadAdapter(name, known[name], known_roots.get(name, ())) for name in added
+        )
+        return [*unloads, *loads]
 
     @property
     def is_changing(self) -> bool:
@@ -141,10 +148,12 @@ class AdapterRegistry:
                     await unload_from(loaded, change.name)
                     raise errors[0]
                 self.folders[change.name] = change.folder
+                self.roots[change.name] = change.roots
                 return 0
             if not all(isinstance(each, WorkerDied) for each in results):
                 # An engine that died meanwhile starts without the adapter.
                 self.folders.pop(change.name, None)
+                self.roots.pop(change.name, None)
             if len(errors) == len(results):
                 raise errors[0]
             return sum(each for each in results if isinstance(each, int))
@@ -156,6 +165,7 @@ class AdapterRegistry:
         if self.folders.get(change.name) != change.folder:
             return False
         del self.folders[change.name]
+        self.roots.pop(change.name, None)
         return True
 
 

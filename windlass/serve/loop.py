@@ -253,7 +253,7 @@ class _EngineLoop:
         """Reply to an unload at once; `_report_loads` replies to a load when it is complete."""
         try:
             if isinstance(change, messages.LoadAdapter):
-                self._engine.adapters.load(change.name, change.folder)
+                self._engine.adapters.load(change.name, change.folder, *change.roots)
                 self._loading.append(change)
             else:
                 num_running = self._engine.adapters.unload(change.name)

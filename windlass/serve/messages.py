@@ -71,8 +71,11 @@ class UnpinPrefix(msgspec.Struct, tag="unpin", frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Loads an adapter. With `roots`, only from files inside of these folders, links resolved."""
+
     name: str
     folder: str
+    roots: tuple[str, ...] = ()
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
