@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels import interpreter
 from tests.kernels.background import TIMEOUT_S, Background, Program, users
 from tests.kernels.native.backends import PORTABLE, backend_folder, build
 
@@ -20,6 +21,9 @@ Check = Callable[[str], None]
 
 _WAITING = {"interpreted", "run_selftest", "built_pool"}  # fixtures that wait for programs
 _BACKGROUND = pytest.StashKey[Background]()
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -657,9 +657,7 @@ def test_stages_equal_eager_steps(name: str) -> None:
 
 
 @inside
-@pytest.mark.parametrize(
-    "name", ["greedy", "logprobs", "grammar", "reasoning"]
-)  # half a minute each
+@pytest.mark.parametrize("name", ["greedy", "logprobs", "grammar", "reasoning"])
 def test_drafting_steps_equal_eager_steps(name: str) -> None:
     want = generate(Counting(eager_runner()), CASES[name], overlap=False, prompts=5)
     runner, _ = graph_runner(max_draft_tokens=3)
