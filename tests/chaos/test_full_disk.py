@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests import warm_start
 from tests.serve.conftest import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of file sizes")
@@ -48,7 +48,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     log.write_bytes(b"." * MAX_BYTES)  # no line fits
     with log.open("ab") as file:
-        process = subprocess.Popen(
+        process = warm_start.start(
             [sys.executable, str(program), str(tmp_path), str(MAX_BYTES)],
             stdout=file,
             stderr=file,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm_start
 from tests.cli.conftest import Invoke
 from windlass.errors import ConfigError
 from windlass.tools.run_batch import RunBatch, _PartialResults
@@ -115,7 +116,7 @@ def test_killed_runs_resume(tmp_path: Path) -> None:
     database = tmp_path / "out.jsonl.partial" / "results.sqlite"
     num_done = 0
     for _ in range(2):
-        process = subprocess.Popen(command, env=environment)
+        process = warm_start.start(command, env=environment)
         try:
             before, num_done = num_done, _num_done(database)
             assert num_done >= before
@@ -132,8 +133,8 @@ def test_killed_runs_resume(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="begun with other options: input_sha256"):
         _PartialResults(RunBatch(source, output, False), "counter")
     source.write_text("".join(line(name, "SLOW") for name in names))
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.stdout == f"Counts(completed={len(names)}, failed=0)\n", ended.stderr
+    with warm_start.start(command, env=environment, stdout=subprocess.PIPE) as ended:
+        assert ended.communicate()[0] == f"Counts(completed={len(names)}, failed=0)\n"
     assert [each["custom_id"] for each in results(output)] == names
     assert not database.parent.exists()
 

@@ -18,6 +18,7 @@ import openai
 import pytest
 import torch
 
+from tests import warm_start
 from tests.lora.folders import write_adapter, write_model
 from tests.system.server import Server, serving
 from windlass import LLM, AsyncLLM, SamplingParams
@@ -99,6 +100,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     flags += ["-dp", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
     flags += ["--lora-root", str(root), "--admin-key", "boss"]
     with (
+        warm_start.cold(),  # so that only engines have loaded torch
         serving(str(model), *flags) as server,
         httpx.Client(base_url=server.url, timeout=30) as http,
     ):

@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests import warm_start
 from tests.serve.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +77,12 @@ def server_process(
     """Run a server with these options of ServeConfig in a process of its own."""
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    process = subprocess.Popen(
+    start = partial(subprocess.Popen, text=True, **popen) if popen else warm_start.start
+    process = start(
         [sys.executable, str(program), json.dumps(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        **(popen or {}),
     )
     server = ServerProcess(process)
     try:

@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from tests import warm_start
 from tests.serve.conftest import wait_until
 from tests.serve.tiny_model import write_tiny_model
 from tests.system.server import Server, serving
@@ -59,7 +60,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        with serving(str(folder), *flags, *engine, *rest) as started:
+        # Cold, so that only the engine has loaded torch: a test looks for it.
+        with warm_start.cold(), serving(str(folder), *flags, *engine, *rest) as started:
             yield started
 
 

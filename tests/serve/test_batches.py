@@ -21,6 +21,7 @@ from openai.types import Batch
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tests import warm_start
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import Options, counting
 from windlass.config import ServeConfig
@@ -422,10 +423,9 @@ def test_kill_9_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     batch: Batch | None = None
     num_done = 0
     for _ in range(3):
-        process = subprocess.Popen(
+        process = warm_start.start(
             [sys.executable, str(program), str(data)],
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert process.stdout is not None

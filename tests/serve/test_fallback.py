@@ -23,6 +23,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests import warm_start
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import CARD, Options, counting
 from tests.serve.tiny_model import write_tiny_model
@@ -482,8 +483,8 @@ def test_the_command_starts_both_models(folders: tuple[Path, Path]) -> None:
     own, other = map(str, folders)
     command = [sys.executable, "-m", "windlass.cli", "serve", own, "--port", "0"]
     command += ["--num-blocks", "50", "--fallback", f"{other},num_blocks=40,dtype=float32"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
+    with warm_start.start(
+        command, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "200"}
     ) as process:
         assert process.stdout is not None
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import warm_start
 from tests.serve.conftest import wait_until
 from tests.serve.fakes import CARD, endless_build
 from windlass.config import ServeConfig
@@ -60,10 +61,9 @@ class Process:
     """A server process, its address, and its engine's process id."""
 
     def __init__(self, program: Path, *arguments: str) -> None:
-        self._process = subprocess.Popen(
+        self._process = warm_start.start(
             [sys.executable, str(program), *arguments],
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert self._process.stdout is not None

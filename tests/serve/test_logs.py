@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import warm_start
 from tests.serve.conftest import Server, wait_until
 from windlass.core.types import EngineStats
 from windlass.serve.logs import _AtMost
@@ -141,8 +142,8 @@ def test_a_json_log_of_a_whole_life(tmp_path: Path) -> None:
 
     with (
         log.open("w") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        warm_start.start(
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment
         ) as process,
     ):
         try:

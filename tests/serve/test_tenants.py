@@ -23,6 +23,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests import warm_start
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import CARD
 
@@ -349,10 +350,9 @@ if __name__ == "__main__":
 def process(folder: Path, keys_file: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    with subprocess.Popen(
+    with warm_start.start(
         [sys.executable, str(program), keys_file, str(folder / "usage.sqlite")],
         stdout=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as started:
         try:

@@ -1,4 +1,4 @@
-"""A real server process, started as a user would start it."""
+"""A real server process, which runs the command of a user."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from tests import warm_start
 
 _URL = re.compile(r"serves at (http://\S+)")
 
@@ -28,7 +30,7 @@ class Server:
 def serving(*flags: str, timeout_s: float = 120) -> Iterator[Server]:
     """`windlass serve` on a free port; waits until it is ready and ends it afterwards."""
     command = [sys.executable, "-m", "windlass.cli", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = warm_start.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     server = Server(process)
     ready = threading.Event()
 
