@@ -99,7 +99,7 @@ def test_busy_connections_are_not_evicted() -> None:
     world.table.release(old[0])
     world.table.release(old[0])
     assert world.table.admit(FakeConnection(world))
-    world.table.mark_idle(old[0])  # closed already
+    world.table.mark_waiting(old[0])  # closed already
     assert world.table.num_open == 3
 
 
@@ -282,6 +282,78 @@ def test_bodies_of_all_connections_share_a_budget() -> None:
             protocol.connection_lost(None)
         await asyncio.sleep(0)
         assert world.table.num_body_bytes == 0
+
+    asyncio.run(main())
+
+
+def is_evicted(world: World, transport: FakeTransport) -> bool:
+    """Whether a new connection takes the place of this one; the table has one place."""
+    world.table.admit(FakeConnection(world))
+    return transport.closing
+
+
+ONE = replace(LIMITS, max_connections=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "evicted"),
+    [
+        (b"", True),
+        (b"GET / HT", True),
+        (HEAD, True),
+        (HEAD + b"a" * 1000, True),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n", True),
+        (b"GET / HTTP/1.1\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", False),
+        (b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\naaa", False),
+        (b"GET / HTTP/1.1\r\n\r\n" + HEAD, False),  # the first one is running
+        (b"GET / HTTP/1.1\r\n\r\nGET / HT", False),
+    ],
+)
+def test_an_incomplete_request_does_not_keep_its_place(data: bytes, evicted: bool) -> None:
+    async def main() -> None:
+        world = World(ONE)
+        protocol, transport = connect(world)
+        protocol.data_received(data)
+        await asyncio.sleep(0)
+        world.pass_time(ONE.evict_after)
+        assert is_evicted(world, transport) == evicted
+        protocol.connection_lost(None)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_body_that_arrives_fast_keeps_its_place() -> None:
+    async def main() -> None:
+        world = World(ONE)
+        protocol, transport = connect(world)
+        protocol.data_received(HEAD)
+        for _ in range(10):
+            world.pass_time(0.9)
+            protocol.data_received(b"a" * 70_000)
+            await asyncio.sleep(0)  # the application reads
+            assert not is_evicted(world, transport)
+        for _ in range(2):
+            world.pass_time(0.9)
+            protocol.data_received(b"a" * 512)
+        assert is_evicted(world, transport)
+        protocol.connection_lost(None)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_body_that_the_application_does_not_read_keeps_its_place() -> None:
+    async def main() -> None:
+        world = World(ONE)
+        protocol, transport = connect(world)
+        protocol.data_received(HEAD + b"a" * 100_000)
+        for _ in range(10):
+            world.pass_time(0.5)
+            assert not is_evicted(world, transport)
+        protocol.connection_lost(None)
+        await asyncio.sleep(0)
 
     asyncio.run(main())
 

@@ -321,11 +321,21 @@ def test_connections_above_the_limit_get_503() -> None:
 def test_connections_without_a_request_are_evicted() -> None:
     """Half-open and idle connections cannot lock out other clients."""
     with running(max_connections=4) as server, ExitStack() as stack:
-        for number in range(12):
+        incomplete = (b"GET /version HT", b"", get("/version"), post(TEXT, {"prompt": "a"})[:-1])
+        for number in range(16):
             half_open = stack.enter_context(RawClient(server.url))
-            half_open.send((b"GET /version HT", b"", get("/version"))[number % 3])
+            half_open.send(incomplete[number % 4])
         wait_until(lambda: httpx.get(server.url + "/version").status_code == 200)
         assert num_cut(server, "evicted") >= 1
+
+
+def test_incomplete_bodies_lock_no_client_out() -> None:
+    with running(max_connections=4) as server, ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(RawClient(server.url)).send(post(TEXT, {"prompt": "a"})[:-1])
+        wait_until(lambda: httpx.get(server.url + "/version").status_code == 200)
+        assert num_cut(server, "evicted") >= 1
+        assert num_cut(server, "body_timeout") == 0
 
 
 def test_a_limit_above_the_descriptors_is_refused() -> None:

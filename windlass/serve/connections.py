@@ -1,6 +1,6 @@
 """The set of open connections: their number, buffered bytes, and stalled clients.
 
-Does not know HTTP: transport.py marks connections idle or busy, and checks at every sweep whether
+Does not know HTTP: transport.py marks connections waiting or busy, and checks at every sweep whether
 its client has stalled.
 """
 
@@ -106,7 +106,8 @@ class Connections:
     """Owns the set of open connections and the number of body bytes that they buffer.
 
     At the limit, a new connection evicts the one that has waited longest without a complete
-    request: neither half-open nor idle connections can lock out other clients.
+    request: neither half-open nor idle connections can lock out other clients, nor can bodies
+    that hardly advance.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Connections:
         self.count_cut = on_cut
         self.num_body_bytes = 0
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, float] = {}  # idle since, oldest first
+        self._waiting: dict[Connection, float] = {}  # for a whole request, since; oldest first
         self._refused: set[Connection] = set()
 
     @property
@@ -133,24 +134,25 @@ class Connections:
             self.count_cut("too_many")
             return False
         self._open.add(connection)
-        self.mark_idle(connection)
+        self.mark_waiting(connection)
         return True
 
     def _evict(self) -> bool:
-        oldest = next(iter(self._idle), None)
-        if oldest is None or self.clock() - self._idle[oldest] < self.limits.evict_after:
+        oldest = next(iter(self._waiting), None)
+        if oldest is None or self.clock() - self._waiting[oldest] < self.limits.evict_after:
             return False
         oldest.cut("evicted")
         return True
 
-    def mark_idle(self, connection: Connection) -> None:
-        """Mark that the connection waits for a request, or for the rest of its headers."""
+    def mark_waiting(self, connection: Connection) -> None:
+        """Mark that from now on the connection waits for a request, or for the rest of one."""
         if connection in self._open:
-            self._idle[connection] = self.clock()
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = self.clock()
 
     def mark_busy(self, connection: Connection) -> None:
         """Mark that the connection has a request: it is not evicted until the response is sent."""
-        self._idle.pop(connection, None)
+        self._waiting.pop(connection, None)
 
     def may_linger(self, connection: Connection) -> bool:
         """Whether a connection above the limit may wait for its client to read the error."""
@@ -162,7 +164,7 @@ class Connections:
     def release(self, connection: Connection) -> None:
         """Remove a closed connection; may be called twice."""
         self._open.discard(connection)
-        self._idle.pop(connection, None)
+        self._waiting.pop(connection, None)
         self._refused.discard(connection)
 
     def hold_body(self, num_bytes: int) -> bool:

@@ -65,6 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_fields = 0
         self._num_field_bytes = 0
         self._num_body_bytes = 0
+        self._num_marked_bytes = 0  # of the body, when the connection was marked waiting
         self._num_framed_bytes = 0  # body, chunk sizes, extensions and trailers
         self._framed_bytes_at_response = 0  # _num_framed_bytes when the response was complete
         self._num_held_bytes = 0  # body bytes in memory
@@ -236,10 +237,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = True
         self._num_head_bytes = self._num_body_bytes = self._num_framed_bytes = 0
         self._body_window = None
-        self._connections.mark_busy(self)
+        if self._running is self.cycle:
+            self._wait_for_body()
+
+    def _wait_for_body(self) -> None:
+        """Let other clients have the connection's place unless its body arrives soon."""
+        self._num_marked_bytes = self._num_body_bytes
+        self._connections.mark_waiting(self)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
+        if (
+            self._running is self.cycle
+            and self._num_body_bytes - self._num_marked_bytes >= _BODY_SLICE
+        ):
+            self._wait_for_body()  # anew: a body that arrives fast does not lose its place
         if not self.cycle.response_complete:
             self._num_held_bytes += len(body)
             if not self._connections.hold_body(len(body)):
@@ -258,11 +270,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         if self._running is None:
             self._wait_for_request()
+        else:
+            self._connections.mark_busy(self)
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._running is not None:
+            if self._in_body and self._running is self.cycle:
+                self._wait_for_body()
             return
         if self._in_body:
             self._release_body()
@@ -276,7 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
         has_begun = self._num_head_bytes > 0
         timeout_s = limits.header_timeout if has_begun else limits.keep_alive_timeout
         self._deadline = self._connections.clock() + timeout_s
-        self._connections.mark_idle(self)
+        self._connections.mark_waiting(self)
 
     def release_body(self, num_bytes: int) -> None:
         """Stop counting body bytes that the application has taken and does not keep."""
@@ -316,8 +332,12 @@ class LimitedProtocol(HttpToolsProtocol):
     def _check_body(self, now: float) -> None:
         if self._body_window is None:
             self._body_window = self._window(self._limits.body_timeout, now, 0)
-        if self.flow.read_paused or self._running is not self.cycle:
-            self._body_window.restart(now, self._num_body_bytes)  # the client waits for the server
+        if (
+            self.flow.read_paused or self._running is not self.cycle
+        ):  # the client waits for the server
+            self._body_window.restart(now, self._num_body_bytes)
+            if self._running is self.cycle:
+                self._wait_for_body()
         elif self._body_window.is_stalled(now, self._num_body_bytes):
             limits = self._limits
             message = (
