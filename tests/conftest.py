@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ if find_spec("hypothesis") is not None:  # the tests for GPUs run without it
 
 if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
     warm_start.enable()
+
+gc.disable()  # collecting the tests imports all modules and makes ten thousand items, which stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
