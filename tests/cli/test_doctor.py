@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.conftest import Invoke
 from windlass.cli.doctor import as_object
@@ -260,6 +263,52 @@ def test_the_command_runs_without_torch(tmp_path: Path) -> None:
     names = [folder["name"] for folder in printed["machine"]["folders"]]
     assert names[:2] == ["Windlass", "Triton"]
     assert "secret" not in done.stdout
+
+
+_PROBE = """
+import json, sys
+from windlass.tools.doctor import torch_probe
+torch_probe._driver_cuda = lambda: None
+found = torch_probe.probe()
+print(json.dumps([found, "torch" in sys.modules]))
+"""
+
+
+def probe_torch(*folders: Path) -> tuple[dict[str, Any], bool]:
+    """What is found without a GPU driver, and whether torch was imported."""
+    path = os.pathsep.join([*map(str, folders), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment
+    )
+    found, was_imported = json.loads(done.stdout)
+    return found, was_imported
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch is imported on other systems")
+def test_torch_is_not_imported_without_a_gpu_driver() -> None:
+    found, was_imported = probe_torch()
+    expected = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+    assert found == {"driver_cuda": None, **expected}
+    assert not was_imported
+
+
+def test_a_torch_that_cannot_be_loaded_is_imported_for_its_error(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / f"_C{EXTENSION_SUFFIXES[0]}").write_text("damaged")
+    (package / "version.py").write_text("__version__, cuda = '2.13.0', None\n")
+    (package / "__init__.py").write_text("raise ImportError('GLIBC_2.99 not found')\n")
+    found, _ = probe_torch(tmp_path)
+    assert found == {"driver_cuda": None, "error": "ImportError: GLIBC_2.99 not found"}
+
+
+def test_packages_that_torch_needs_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = findings_module._version
+    monkeypatch.setattr(
+        findings_module, "_version", lambda name: None if name == "sympy" else version(name)
+    )
+    assert any(each.startswith("sympy") for each in findings_module._packages().unmet)
 
 
 def test_the_tables_of_this_machine(windlass: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

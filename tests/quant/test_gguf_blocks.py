@@ -51,6 +51,10 @@ def test_blocks_dequantise_to_the_same_weights(name: str) -> None:
         assert form.scales.dtype == torch.float16
     else:
         assert isinstance(form, Int4Group if KINDS[name].bits <= 4 else Int8Group)
+        if isinstance(form, Int8Group):
+            assert form.bits == (8 if name == "Q8_0" else 6)
+            assert int(form.codes.min()) >= -(2 ** (form.bits - 1))
+            assert int(form.codes.max()) < 2 ** (form.bits - 1)
 
 
 @pytest.mark.parametrize("name", ["Q5_1", "Q3_K", "TQ1_0", "IQ2_XXS", "IQ1_M", "MXFP4"])

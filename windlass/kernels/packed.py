@@ -60,9 +60,10 @@ class Int4Group:
 
 @dataclass(frozen=True, slots=True)
 class Int8Group:
-    """weight[n, k] = code[n, k] * scales[n, k // group] (+ offsets), codes -128 to 127.
+    """weight[n, k] = code[n, k] * scales[n, k // group] (+ offsets), codes of `bits` bits.
 
-    With quantised activations the GEMM is an integer GEMM, and each row is one group.
+    8 bits: codes -128 to 127; 6 bits: codes -32 to 31, which a kernel may store in 6 bits. With
+    quantised activations the GEMM is an integer GEMM, and each row is one group.
     """
 
     codes: Tensor  # int8 [N, K]
@@ -71,6 +72,7 @@ class Int8Group:
     perm: Tensor | None = None
     activation: Activation = "none"
     input_scale: Tensor | None = None  # [1], for activation "tensor"
+    bits: Literal[6, 8] = 8
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def pack(blocks: Tensor, kind: Kind) -> Packed:
     scales = as_half(block.scales)
     offsets = None if block.offsets is None else as_half(block.offsets)
     if kind.bits > 4:
-        return Int8Group(block.codes, scales, offsets)
+        return Int8Group(block.codes, scales, offsets, bits=8 if kind.bits == 8 else 6)
     # Codes around 8: the minimum is a power of two times the scale, so it is exact.
     return Int4Group(block.codes, scales, scales * -8 if offsets is None else offsets)
 

@@ -40,7 +40,7 @@ def _mergeable(a: Form, b: Form) -> bool:
             return a.group == b.group and _equal(a.perm, b.perm)
         case Int8Group(), Int8Group():
             return (
-                (a.group, a.activation) == (b.group, b.activation)
+                (a.group, a.activation, a.bits) == (b.group, b.activation, b.bits)
                 and (a.offsets is None) == (b.offsets is None)
                 and _equal(a.perm, b.perm)
                 and _equal(a.input_scale, b.input_scale)

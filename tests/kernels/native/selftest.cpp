@@ -34,6 +34,9 @@ uint16_t random_f16(float& value) {
   return static_cast<uint16_t>((negative ? 0x8000 : 0) | (exponent + 15) << 10);
 }
 
+bool has_bytes(int kind) { return kind == windlass::kInt8 || kind == windlass::kInt6; }
+bool may_have_offsets(int kind) { return kind == windlass::kInt4 || has_bytes(kind); }
+
 struct Case {
   WindlassWeight weight{};
   std::vector<uint8_t> codes, packed;
@@ -53,6 +56,7 @@ float decode(Case& c, int n, int k, const std::vector<float>& scales,
     case 0:
       return static_cast<float>(w.has_offsets ? nibble : nibble - 8) * scales[group] + offset_values[group];
     case 1:
+    case windlass::kInt6:
       return static_cast<float>(static_cast<int8_t>(c.codes[at])) * scales[group] + offset_values[group];
     case windlass::kCodebook4:
       return c.codebook[static_cast<size_t>(nibble)] * scales[group];
@@ -65,8 +69,11 @@ void make_coded(Case& c) {
   WindlassWeight& w = c.weight;
   const size_t count = static_cast<size_t>(w.num_out) * static_cast<size_t>(w.num_in);
   const size_t groups = static_cast<size_t>(w.num_out) * static_cast<size_t>(w.num_in / w.group);
-  c.codes.resize(w.kind == 1 ? count : count / 2);
-  for (uint8_t& code : c.codes) code = static_cast<uint8_t>(pick(0, 255));
+  c.codes.resize(has_bytes(w.kind) ? count : count / 2);
+  const bool six_bits = w.kind == windlass::kInt6;
+  for (uint8_t& code : c.codes) {
+    code = static_cast<uint8_t>(six_bits ? pick(-32, 31) : pick(0, 255));
+  }
   std::vector<float> scales(groups), offset_values(groups, 0.0f);
   for (size_t g = 0; g < groups; ++g) {
     // Two groups share a scale, and each has its own sub-scale.
@@ -102,16 +109,16 @@ void make_plain(Case& c) {
   }
 }
 
-// `extra`: int4 and int8 weights have offsets, codebooks sub-scales.
+// `extra`: int4, int6 and int8 weights have offsets, codebooks sub-scales.
 Case make(WindlassPool* pool, int kind, int num_out, int num_in, int group, bool extra,
           bool ordered) {
-  const bool coded = kind <= 2 || kind == windlass::kCodebook4;
+  const bool coded = kind <= 2 || kind >= windlass::kCodebook4;
   Case c;
   c.weight.kind = kind;
   c.weight.num_out = num_out;
   c.weight.num_in = num_in;
   c.weight.group = group;
-  c.weight.has_offsets = extra && kind <= 1;
+  c.weight.has_offsets = extra && may_have_offsets(kind);
   c.weight.super_group = extra && kind == windlass::kCodebook4 ? 2 * group : 0;
   c.weight.gain = 1.0f;
   coded ? make_coded(c) : make_plain(c);
@@ -189,7 +196,7 @@ void check(WindlassPool* pool, const Case& c, int rows, WindlassPrompt prompt = 
         size += std::fabs(part);
       }
       const double found = y[m * num_out + n];
-      const bool rounds = w.kind <= 1 || w.kind == windlass::kCodebook4;
+      const bool rounds = w.kind <= 1 || w.kind >= windlass::kCodebook4;
       const double allowed = (rounds ? 0.03 : 1e-5) * size;
       if (!(std::fabs(found - sum) <= allowed)) {
         std::printf("kind %d, %d x %d, group %d, offsets %d, rows %d: %g instead of %g\n", w.kind,
@@ -223,8 +230,8 @@ void check_special_gemm(WindlassPool* pool, const Case& c, int rows, WindlassPro
 }
 
 void check_special_gemms(WindlassPool* pool) {
-  for (int kind = 0; kind <= windlass::kCodebook4; ++kind) {
-    const bool has_extra = kind <= 1 || kind == windlass::kCodebook4;
+  for (int kind = 0; kind <= windlass::kInt6; ++kind) {
+    const bool has_extra = kind <= 1 || kind >= windlass::kCodebook4;
     for (int extra = 0; extra <= (has_extra ? 1 : 0); ++extra) {
       const Case c = make(pool, kind, 13, 256, 32, extra != 0, extra == 1);
       for (int rows : {1, 2, 4, 7, 19}) {
@@ -254,10 +261,10 @@ int main(int argc, char** argv) {
                            {17, 160, 16}, {3, 50, 50},  {5, 2304, 2304},  {11, 2304, 128},
                            {4, 4352, 64}, {30, 96, 48}};
   for (const auto& shape : shapes) {
-    for (int kind = 0; kind <= windlass::kCodebook4; ++kind) {
+    for (int kind = 0; kind <= windlass::kInt6; ++kind) {
       if (kind == 2 && shape[2] % 4) continue;
       const bool two_levels = kind == windlass::kCodebook4 && shape[1] / shape[2] % 2 == 0;
-      for (int extra = 0; extra <= (kind <= 1 || two_levels ? 1 : 0); ++extra) {
+      for (int extra = 0; extra <= (may_have_offsets(kind) || two_levels ? 1 : 0); ++extra) {
         const Case c = make(pool, kind, shape[0], shape[1], shape[2], extra != 0, extra == 1);
         const bool small = shape[1] < 200;
         check(pool, c, 6);

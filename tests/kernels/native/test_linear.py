@@ -64,6 +64,11 @@ def int8(num_out: int, num_in: int, group: int, seed: int, affine: bool = False)
     return Int8Group(codes, scales, offsets if affine else None)
 
 
+def int6(num_out: int, num_in: int, group: int, seed: int, affine: bool = False) -> Int8Group:
+    whole = int8(num_out, num_in, group, seed, affine)
+    return replace(whole, codes=whole.codes // 4, scales=whole.scales * 4, bits=6)
+
+
 def table4(num_out: int, num_in: int, group: int, seed: int) -> Table4:
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (num_out, num_in // 2), generator=g, dtype=torch.uint8)
@@ -154,7 +159,10 @@ def assert_near_exact(found: Tensor, x: Tensor, form: Int4Group | Int8Group | Ta
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "kind",
-    ["int4", "int4 centred", "int8", "int8 affine", "codebook", "codebook with sub-scales"],
+    [
+        *("int4", "int4 centred", "int6", "int6 affine", "int8", "int8 affine"),
+        *("codebook", "codebook with sub-scales"),
+    ],
 )
 def test_integer_gemms(kernel: NativeLinear, kind: str, shape: tuple[int, int, int]) -> None:
     form: Int4Group | Int8Group | Table4
@@ -163,7 +171,8 @@ def test_integer_gemms(kernel: NativeLinear, kind: str, shape: tuple[int, int, i
     elif kind.startswith("int4"):
         form = int4(*shape, seed=1, centred="centred" in kind)
     else:
-        form = int8(*shape, seed=1, affine="affine" in kind)
+        make = int6 if kind.startswith("int6") else int8
+        form = make(*shape, seed=1, affine="affine" in kind)
     assert kernel.refuse(form, CPU, torch.float32) is None
     gemm = kernel.prepare(form)
     for rows in ROWS:
@@ -181,10 +190,14 @@ def test_an_lm_head_keeps_15_bits_with_int8_weights() -> None:
     assert (found.double() - exact).norm() <= QUANTISED_TWICE * exact.norm()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 of many groups", "int8 head", "codebook"])
+@pytest.mark.parametrize(
+    "kind", ["int4", "int4 of many groups", "int6 head", "int8 head", "codebook"]
+)
 def test_many_rows(kernel: NativeLinear, kind: str) -> None:
     """More rows than one chunk of panels, with outliers, and a partial last chunk."""
     form: Int4Group | Int8Group | Table4 = int8(1030, 64, 32, seed=14)
+    if kind == "int6 head":
+        form = int6(1030, 64, 16, seed=14)
     if kind == "codebook":
         form = codebook(19, 4096, 16, seed=14, two_levels=True)
     elif kind.startswith("int4"):
@@ -222,7 +235,7 @@ def test_float_gemms(kernel: NativeLinear, kind: str, shape: tuple[int, int, int
     group=st.sampled_from([16, 32, 48, 64, 128]),
     rows=st.integers(1, 40),
     seed=st.integers(0, 1000),
-    make=st.sampled_from([int4, int8, codebook]),
+    make=st.sampled_from([int4, int6, int8, codebook]),
     ordered=st.booleans(),
     tails=st.booleans(),
 )
@@ -248,8 +261,11 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("num_in", [1, 15, 33, 50, 100])
-def test_a_row_of_any_length(kernel: NativeLinear, num_in: int) -> None:
-    form = int8(11, num_in, num_in, seed=4)
+@pytest.mark.parametrize("make", [int6, int8])
+def test_a_row_of_any_length(
+    kernel: NativeLinear, make: Callable[..., Int8Group], num_in: int
+) -> None:
+    form = make(11, num_in, num_in, seed=4)
     x = inputs(5, num_in)
     assert_gemm(kernel.prepare(form).apply(x), quantised_inputs(x, form), form.dequantise())
 
@@ -297,6 +313,8 @@ def test_gemms_are_batch_invariant(kernel: NativeLinear, num_in: int) -> None:
         int4(20, num_in, 32, seed=8),
         int4(20, num_in, num_in, seed=8),
         int4(20, num_in, 16, seed=8, centred=True),
+        int6(20, num_in, 16, seed=8),
+        int6(20, num_in, 32, seed=8, affine=True),
         int8(20, num_in, 64, seed=8, affine=True),
         table4(20, num_in, 64, seed=8),
         codebook(20, num_in, 32, seed=8),
@@ -386,6 +404,7 @@ def test_the_portable_backend_matches_the_definitions(
     kernel = NativeLinear(Workers(2, built_pool(PORTABLE)))
     forms = (
         int4(13, 96, 32, seed=12),
+        int6(13, 160, 16, seed=12),
         int8(13, 160, 16, seed=12, affine=True),
         codebook(13, 96, 32, seed=12),
         codebook(13, 256, 16, seed=12, two_levels=True),

@@ -77,6 +77,7 @@ def test_rows_of_packed_weights() -> None:
         Int4Group(nibbles, scales, offsets, order),
         Int4Group(nibbles, scales, scales * -8),
         Int8Group(torch.randint(-128, 128, (21, 96), dtype=torch.int8), scales, offsets),
+        Int8Group(torch.randint(-32, 32, (21, 96), dtype=torch.int8), scales, offsets, bits=6),
         Table4(nibbles, torch.randn(16), scales.float()),
     ]
     ids = torch.tensor([20, 0, 7, 8])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tests.kernels.lora_stacks import NUM_IN, make_stacks
 from tests.kernels.native.backends import Backend, runnable
-from tests.kernels.native.test_linear import codebook, inputs, int4, int8, table4
+from tests.kernels.native.test_linear import SHAPES, codebook, inputs, int4, int6, int8, table4
 from tests.kernels.native.test_ops import batch_of, normal, pages_of_type
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
@@ -339,6 +339,7 @@ FORMS = {
     "int4": int4(21, 224, 32, seed=1),
     "int4 centred": int4(21, 224, 32, seed=2, centred=True),
     "int4, groups of 16": int4(21, 224, 16, seed=2),
+    "int6": int6(21, 224, 16, seed=3),
     "int8": int8(21, 224, 32, seed=3),
     "int8 affine": int8(21, 224, 32, seed=4, affine=True),
     "W8A8 by token": replace(int8(21, 224, 224, seed=5), activation="token"),
@@ -415,6 +416,23 @@ def test_gemms(pool: Pool, name: str, prompt: bool) -> None:
                 labels = [bank.specials[i] for i in chosen.tolist()]
                 assert_rows(good, labels, f"{rows} rows by {name}")
                 assert_unchanged(got[others], clean[others], f"{rows} rows by {name}")
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_six_bits_give_the_bits_of_eight(pool: Pool, affine: bool) -> None:
+    kernel = NativeLinear(Workers(2, pool))
+    kernel.prepare(int4(8, 32, 32, seed=17))  # heads quantise once, with outliers
+    for shape in (*SHAPES[2:], (1030, 64, 32), (513, 32, 16), (11, 50, 50)):
+        num_out, num_in, _ = shape
+        form = int6(*shape, seed=17, affine=affine)
+        six, eight = kernel.prepare(form), kernel.prepare(replace(form, bits=8))
+        assert eight.num_bytes - six.num_bytes >= num_out * num_in / 4
+        for rows in (*range(1, 10), 16, 33, 130):
+            x = inputs(rows, num_in, seed=rows)
+            x[::2] = x[::2] ** 3
+            assert torch.equal(six.apply(x), eight.apply(x)), (shape, rows)
+        ids = torch.arange(num_out)
+        assert torch.equal(six.rows(ids), eight.rows(ids))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])

@@ -2,6 +2,7 @@
 
 Activations of int4, int8 and codebook weights are quantised to int8 in blocks of 32 inputs (16 where the
 weight's groups are not multiples of 32). With int8 weights the residual is quantised and multiplied too.
+int8 weights whose codes have 6 bits (GGUF's Q5 and Q6 types) are stored in 6, with the same results.
 With 4-bit weights, and in the int8 LM head of a model with 4-bit weights, outliers stay in float32. All
 other arithmetic is float32. The reference implementation handles fp8.
 
@@ -38,6 +39,7 @@ class _Kind(IntEnum):
     F32 = 4
     BF16 = 5
     CODEBOOK4 = 6
+    INT6 = 7
 
 
 class _Weight(ctypes.Structure):
@@ -268,7 +270,7 @@ def _source(form: Packed | Tensor) -> _Source:
         case Int4Group():
             return _grouped_source(_Kind.INT4, form, _offsets_unless_centred(form))
         case Int8Group():
-            return _grouped_source(_Kind.INT8, form, form.offsets)
+            return _grouped_source(_Kind.INT6 if form.bits == 6 else _Kind.INT8, form, form.offsets)
         case Table4():
             return _codebook_source(form) or _table_source(form)
         case Tensor(dtype=torch.float16):

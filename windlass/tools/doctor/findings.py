@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from windlass.errors import ConfigError
 from windlass.folders import cache_dir, find_weakness, triton_cache_dir
@@ -29,6 +30,9 @@ from windlass.machine.cgroup import ROOT, memory_limit
 from windlass.machine.topology import Topology, read_topology
 from windlass.tools.common.record import cpu_name
 from windlass.version import __version__
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "windlass-llm"
 TORCH_TIMEOUT_S = 30
@@ -169,7 +173,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at this machine. torch is imported in a child process, beside the other probes."""
+    """Look at this machine. torch is loaded in a child process, beside the other probes."""
     with _start_torch_probe() as child:
         memory = _memory()
         packages = _packages()
@@ -362,32 +366,57 @@ def _native() -> NativeKernels:
 
 
 def _packages() -> Packages:
-    from packaging.markers import default_environment
+    requirements, names = _requirements(DISTRIBUTION)
+    # torch_probe may load torch without an import, which would fail without its packages.
+    unmet = [
+        *_unmet(requirements),
+        *(each for each in _unmet(_requirements("torch")[0]) if _is_missing(each)),
+    ]
+    extras = [
+        Extra(name, _shown_requirements(_unmet(requirements, name)))
+        for name in names
+        if name != "dev"
+    ]
+    return Packages(_version("triton"), _shown_requirements(unmet), tuple(extras))
+
+
+def _requirements(distribution: str) -> tuple[list[Requirement], list[str]]:
+    """What an installed distribution requires, and the names of its extras."""
     from packaging.requirements import Requirement
 
     try:
-        lines = metadata.requires(DISTRIBUTION) or []
-        names = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+        lines = metadata.requires(distribution) or []
+        names = metadata.metadata(distribution).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed
-        lines, names = [], []
-    requirements = [Requirement(line) for line in lines]
+        return [], []
+    return [Requirement(line) for line in lines], names
 
-    def missing(extra: str) -> tuple[str, ...]:
-        environment = {**cast(dict[str, str], default_environment()), "extra": extra}
-        chosen = [
-            each
-            for each in requirements
-            if (each.marker is None or each.marker.evaluate(environment))
-            and (extra != "") == ("extra" in str(each.marker or ""))
-        ]
-        return tuple(
-            f"{each.name}{each.specifier}"
-            for each in chosen
-            if not each.specifier.contains(_version(each.name) or "0", prereleases=True)
-        )
 
-    extras = [Extra(name, missing(name)) for name in names if name != "dev"]
-    return Packages(_version("triton"), missing(""), tuple(extras))
+def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[Requirement]:
+    """The requirements, or those of an extra, that no installed version meets."""
+    from packaging.markers import default_environment
+
+    environment = {**cast(dict[str, str], default_environment()), "extra": extra}
+    chosen = [
+        each
+        for each in requirements
+        if (each.marker is None or each.marker.evaluate(environment))
+        and (extra != "") == ("extra" in str(each.marker or ""))
+    ]
+    return [
+        each
+        for each in chosen
+        if not each.specifier.contains(_version(each.name) or "0", prereleases=True)
+        or _is_missing(each)
+    ]
+
+
+def _is_missing(requirement: Requirement) -> bool:
+    return _version(requirement.name) is None
+
+
+def _shown_requirements(requirements: Sequence[Requirement]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{each.name}{each.specifier}" for each in requirements))
 
 
 def _version(package: str) -> str | None:

@@ -1,24 +1,64 @@
 """A program that prints what torch and the GPU driver report, as JSON. Runs in a process of its own.
 
 A torch that crashes or hangs at its import then ends this program, not the caller. Imports nothing of Windlass.
+
+Without a GPU driver, torch's libraries are loaded and its Python modules are not: its import takes seconds of CPU
+time and would add nothing to the report.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import runpy
+import sys
 import warnings
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
 def probe() -> dict[str, Any]:
-    """Import torch and ask it for its GPUs."""
-    found: dict[str, Any] = {"driver_cuda": _driver_cuda()}
+    """Load torch and ask it for its GPUs."""
+    driver_cuda = _driver_cuda()
+    found: dict[str, Any] = {"driver_cuda": driver_cuda}
     try:
-        import torch
+        extension = _extension() if driver_cuda is None else None
+        return found | (_imported() if extension is None else _loaded(extension))
     except Exception as error:  # whatever keeps torch from loading is what the user must know
         return found | {"error": f"{type(error).__name__}: {error}"}
-    found |= {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+
+
+def _extension() -> Path | None:
+    """The library with which torch's import begins; None where torch is not laid out like its wheels for Linux."""
+    spec = find_spec("torch") if sys.platform == "linux" else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0])
+    paths = [folder / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
+    found = next((path for path in paths if path.is_file()), None)
+    return found if (folder / "version.py").is_file() else None
+
+
+def _loaded(extension: Path) -> dict[str, Any]:
+    """Load torch's libraries, which finds a missing library or a libc that is too old; the import gives the error."""
+    try:
+        ctypes.CDLL(str(extension))
+    except OSError:
+        return _imported()
+    version = runpy.run_path(str(extension.with_name("version.py")))
+    return {"version": str(version["__version__"]), "cuda": version["cuda"], "gpus": []}
+
+
+def _imported() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": [],
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()

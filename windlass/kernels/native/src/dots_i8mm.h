@@ -25,7 +25,7 @@ WINDLASS_INLINE void start_dots(Dots<MT>& dots, QuadInt correction) {
     for (int32x4_t& four : dots.sums[p]) four = first[p];
   }
 }
-template <bool NIBBLES, int MT, class At>
+template <int BITS, int MT, class At>
 WINDLASS_INLINE void add_dots(Dots<MT>& dots, const At& codes_at, const int8_t* x) {
   for (int half = 0; half < 2; ++half) {
     const Codes w[2] = {codes_at(2 * half), codes_at(2 * half + 1)};

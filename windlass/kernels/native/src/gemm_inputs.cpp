@@ -13,10 +13,10 @@ GemmInputs::GemmInputs(const Weight& w, int rows, bool is_prompt, bool has_scale
       is_prompt_(is_prompt && w.kind == kInt4 && has_prompt_gemm()),
       split_(kSplitsInputs && w.kind == kBf16),
       max_outliers_(is_prompt_ ? max_prompt_outliers(w) : is_integer(w) ? max_outliers(w) : 0) {
-  // int8 weights keep 15 bits of their inputs, unless quantise_once is set. For codes with a given
+  // int8 and int6 weights keep 15 bits of their inputs, unless quantise_once is set. For codes with a given
   // scale the format defines the quantisation, so there is no residual.
   const bool integer = is_integer(w), quantises = integer && !has_scales;
-  planes_ = split_ || (quantises && w.kind == kInt8 && !w.quantise_once) ? 2 : 1;
+  planes_ = split_ || (quantises && has_int8_values(w) && !w.quantise_once) ? 2 : 1;
   panel_rows = kPanelRows / planes_;
   panels = ceil_div(rows, panel_rows);
   const size_t panel = is_prompt_ ? PromptSizes(w).all()

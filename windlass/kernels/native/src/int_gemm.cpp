@@ -1,4 +1,4 @@
-// GEMMs of int4, int8 and codebook weights with activations quantised to int8.
+// GEMMs of int4, int6, int8 and codebook weights with activations quantised to int8.
 //
 // Integer dot products within a block, then one multiplication by both scales. With few rows codes
 // are unpacked in registers; with many rows a tile is unpacked once into the L1 cache, except on
@@ -29,16 +29,21 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const Codebook& book,
     const Codes first = load_codes(codes), second = load_codes(codes + wide);
     const Codes w[4] = {look_up(book, low_nibbles(first)), look_up(book, low_nibbles(second)),
                         look_up(book, high_nibbles(first)), look_up(book, high_nibbles(second))};
-    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
+    add_dots<8>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
     return codes + 2 * wide;
+  } else if constexpr (CODING == Coding::kSixBits) {
+    Codes w[4];
+    read_six_bits(codes, w);
+    add_dots<6>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
+    return codes + 3 * wide;
   } else if constexpr (CODING == Coding::kNibbles) {
     const Codes first = load_codes(codes), second = load_codes(codes + wide);
     const Codes w[4] = {low_codes<OFFSETS>(first), low_codes<OFFSETS>(second), high_codes<OFFSETS>(first),
                         high_codes<OFFSETS>(second)};
-    add_dots<true>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
+    add_dots<4>(dots, [&](int i) WINDLASS_INLINED { return w[i]; }, x);
     return codes + 2 * wide;
   } else {
-    add_dots<false>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
+    add_dots<8>(dots, [&](int i) WINDLASS_INLINED { return load_codes(codes + wide * i); }, x);
     return codes + 4 * wide;
   }
 }
@@ -47,8 +52,8 @@ WINDLASS_INLINE const uint8_t* dot16(const uint8_t* codes, const Codebook& book,
 // prefetches 16 inputs into L1, and later ones into L2.
 template <Coding CODING>
 WINDLASS_INLINE void prefetch_weights(const uint8_t* codes) {
-  constexpr bool wide = CODING == Coding::kBytes;
-  constexpr int bytes = 16 * kTile / (wide ? 1 : 2);
+  constexpr bool wide = CODING == Coding::kBytes || CODING == Coding::kSixBits;
+  constexpr int bytes = CODING == Coding::kBytes ? 16 * kTile : wide ? 12 * kTile : 8 * kTile;
   constexpr int soon = wide ? 1536 : 1024, before = wide ? 2 * kAhead : kAhead;
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + soon + i);
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(codes + before + i, 0, 2);
@@ -267,8 +272,8 @@ inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, boo
   }
 }
 
-// Multiplies panels in pairs with packed codes. A panel of less than 4 rows computes unused rows;
-// the last of an odd number of panels is multiplied as with few rows.
+// Multiplies panels in pairs with packed codes; those of 6 bits are unpacked once for all. A panel of less
+// than 4 rows computes unused rows; the last of an odd number of panels is multiplied as with few rows.
 template <Coding CODING, bool OFFSETS>
 void paired_rows(const GemmArgs& job) {
   constexpr bool nibbles = CODING == Coding::kNibbles;
@@ -285,15 +290,20 @@ void paired_rows(const GemmArgs& job) {
     const int64_t step = static_cast<int64_t>(tiles.bytes) / (std::max(paired, 1) * (padded / 32));
     const uint8_t* ahead = tiles.data + tiles.bytes * static_cast<size_t>(t + 1);
     alignas(64) GroupScales scales[kMaxInputs / 32];
+    alignas(64) uint8_t unpacked[CODING == Coding::kSixBits ? kMaxInputs * kTile : 1];
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const int groups = ceil_div(end - begin, group), blocks = (end - begin) / 32 / groups;
       read_scales<OFFSETS>(tile, begin / group, groups, end % group == 0, scales);
+      const uint8_t* from = tile.codes + code_bytes(job.w, begin);
+      if constexpr (CODING == Coding::kSixBits) {
+        if (paired > 0) unpack_six_bits(from, end - begin, unpacked);
+        from = unpacked;
+      }
       for (int p = first; p < first + paired; p += 2) {
         const IntPanel x = sizes.panel(job.panel(p));
         for (int i = 0; i < kTile; i += 4, ahead += step * groups * blocks) {
-          const uint8_t* codes = tile.codes + begin * kTile / (nibbles ? 2 : 1) + kSpan * i;
-          multiply_8<nibbles, OFFSETS>(codes, scales[0].scales + i, groups, blocks,
+          multiply_8<nibbles, OFFSETS>(from + kSpan * i, scales[0].scales + i, groups, blocks,
                                        x.codes + begin * kPanelRows,
                                        x.scales + begin / 32 * kPanelRows,
                                        x.sums + begin / group * kPanelRows, job.panel_bytes, ahead,
@@ -312,8 +322,9 @@ void paired_rows(const GemmArgs& job) {
   });
 }
 
-// Multiplies panels in pairs with packed codes, which are unpacked in registers: 8 rows take as long
-// to multiply as a tile takes to store and load. A panel of less than 4 rows computes unused rows.
+// Multiplies panels with packed codes, which are unpacked in registers: 8 rows take as long to multiply as
+// a tile takes to store and load. With many registers panels are multiplied in pairs, and one of less than
+// 4 rows computes unused rows.
 template <int BLOCK, Coding CODING, bool OFFSETS>
 void packed_rows(const GemmArgs& job) {
   const IntSizes sizes(job.w, job.rows);
@@ -324,12 +335,14 @@ void packed_rows(const GemmArgs& job) {
     std::memset(sums, 0, static_cast<size_t>(last - first) * sizeof sums[0]);
     OutlierSums outlier_sums(job, first, last);
     const IntTile<uint16_t> tile = tiles.at(t);
-    const int paired = (last - first) / 2 * 2;
-    for (int p = first; p < first + paired; p += 2) {
-      multiply<kPanelRows, BLOCK, CODING, OFFSETS, 2>(tile, sizes.panel(job.panel(p)),
-                                                      sums[p - first], job.panel_bytes);
+    int paired = first;
+    if constexpr (kManyRegisters) {
+      for (; paired + 2 <= last; paired += 2) {
+        multiply<kPanelRows, BLOCK, CODING, OFFSETS, 2>(tile, sizes.panel(job.panel(paired)),
+                                                        sums[paired - first], job.panel_bytes);
+      }
     }
-    each_panel(job, first + paired, last, [&](auto rows, int p) {
+    each_panel(job, paired, last, [&](auto rows, int p) {
       multiply<rows, BLOCK, CODING, OFFSETS>(tile, sizes.panel(job.panel(p)), sums[p - first]);
     });
     outlier_sums.multiply(0, padded, packed_weights<CODING, OFFSETS>(job.w, tile));
@@ -350,7 +363,7 @@ void many_rows(const GemmArgs& job) {
     const IntTile<uint16_t> packed = tiles.at(t);
     const int group = packed.blocks * BLOCK;
     const int padded = padded_in(job.w);
-    const bool unpacks = has_nibbles(job.w);
+    const bool unpacks = job.w.kind != kInt8;
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
       const IntTile<float> tile = unpack<OFFSETS>(job, packed, begin, end, scratch);
@@ -384,23 +397,40 @@ void many_rows(const GemmArgs& job) {
   });
 }
 
+// Whether codes of 6 bits are unpacked in registers for any number of rows: on x86-64 the loops are limited
+// by loads, or without VNNI by the signs of int8 codes. On NEON tiles are unpacked for loops in assembly.
+#if defined(WINDLASS_AVX2)
+constexpr bool kKeepsSixBits = true;
+#else
+constexpr bool kKeepsSixBits = false;
+#endif
+
 template <int BLOCK, bool OFFSETS>
 void dispatch_rows(const GemmArgs& job) {
   if (job.rows >= kMinUnpackRows) {
     if constexpr (kHasRowLoops && BLOCK == 32) {
       if (job.w.kind == kInt4) return paired_rows<Coding::kNibbles, OFFSETS>(job);
+      if (job.w.kind == kInt6) return paired_rows<Coding::kSixBits, OFFSETS>(job);
       if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, OFFSETS>(job);
     }
     if constexpr (kManyRegisters) {
       if (job.amx_panels == nullptr) {
         if (job.w.kind == kInt4) return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
         if (job.w.kind == kInt8) return packed_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
-        if constexpr (!OFFSETS) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
+        if constexpr (!OFFSETS) {
+          if (job.w.kind == kCodebook4) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
+        }
+      }
+    }
+    if constexpr (kKeepsSixBits) {
+      if (job.w.kind == kInt6 && job.amx_panels == nullptr) {
+        return packed_rows<BLOCK, Coding::kSixBits, OFFSETS>(job);
       }
     }
     return many_rows<BLOCK, OFFSETS>(job);
   }
   if (job.w.kind == kInt4) return few_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
+  if (job.w.kind == kInt6) return few_rows<BLOCK, Coding::kSixBits, OFFSETS>(job);
   if (job.w.kind == kInt8) return few_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
   if constexpr (!OFFSETS) return few_rows<BLOCK, Coding::kCodebook, false>(job);
 }

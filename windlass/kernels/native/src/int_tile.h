@@ -1,4 +1,4 @@
-// Tiles of int4, int8 and codebook weights: layout and decoding of codes.
+// Tiles of int4, int6, int8 and codebook weights: layout and decoding of codes.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace windlass::tile {
 
-// Storage of codes: one byte each, two per byte, or two per byte as codebook indices.
-enum class Coding { kBytes, kNibbles, kCodebook };
+// Storage of codes: one byte each, four in three bytes, two per byte, or two per byte as codebook indices.
+enum class Coding { kBytes, kSixBits, kNibbles, kCodebook };
 
 // A range of inputs of one tile. Scale is uint16_t (float16) for packed tiles, float for unpacked
 // ones.
@@ -51,7 +51,24 @@ WINDLASS_INLINE Codes high_codes(Codes both) {
 // Whether stored codes carry an offset that must be subtracted.
 template <Coding CODING, bool OFFSETS>
 constexpr bool kHasCodeOffset =
-    kUnsignedCodes || (CODING == Coding::kNibbles && !OFFSETS && !kSignedNibbles);
+    kUnsignedCodes || CODING == Coding::kSixBits || (CODING == Coding::kNibbles && !OFFSETS && !kSignedNibbles);
+
+// Reads the four vectors of 16 inputs, as codes from 0 to 63.
+WINDLASS_INLINE void read_six_bits(const uint8_t* codes, Codes (&out)[4]) {
+  static_assert(sizeof(Codes) == kInt6Vector);
+  const Codes first = load_codes(codes), second = load_codes(codes + kInt6Vector),
+              third = load_codes(codes + 2 * kInt6Vector);
+  out[0] = low_6_bits(first), out[1] = low_6_bits(second), out[2] = low_6_bits(third);
+  out[3] = join_top_bits(first, second, third);
+}
+
+WINDLASS_INLINE Floats six_bits_at(const uint8_t* codes, int in_16) {
+  Codes four[4];
+  read_six_bits(codes, four);
+  alignas(64) uint8_t bytes[16 * kTile];
+  for (size_t i = 0; i < 4; ++i) store_codes(bytes + i * sizeof(Codes), four[i]);
+  return bytes_at(bytes, in_16);
+}
 
 // Looks up the values of one input in the codes of 16 inputs.
 WINDLASS_INLINE Floats values_at(const int8_t* codebook, const uint8_t* codes, int in_16) {
@@ -71,6 +88,8 @@ WINDLASS_INLINE Floats code_at(const Weight& w, const uint8_t* codes, uint32_t k
   const int in_16 = static_cast<int>(k % 16);
   if constexpr (CODING == Coding::kCodebook) {
     return values_at(w.codebook, codes + k / 16 * 8 * kTile, in_16);
+  } else if constexpr (CODING == Coding::kSixBits) {
+    return six_bits_at(codes + k / 16 * 12 * kTile, in_16);
   } else if constexpr (CODING == Coding::kNibbles && kSignedNibbles && !OFFSETS) {
     return signed_nibbles_at(codes + k / 16 * 8 * kTile, in_16);
   } else if constexpr (CODING == Coding::kNibbles) {

@@ -1,4 +1,4 @@
-// Unpacks ranges of inputs of 4-bit tiles to int8 in the L1 cache, for GEMMs of many rows.
+// Unpacks ranges of inputs of tiles of 4 or 6 bits to int8 in the L1 cache, for GEMMs of many rows.
 
 #pragma once
 
@@ -60,6 +60,18 @@ inline void unpack_codes(const uint8_t* from, int inputs, uint8_t* to, const Dec
   }
 }
 
+// For dot products of 8 bits: see dots.h.
+inline void unpack_six_bits(const uint8_t* from, int inputs, uint8_t* to) {
+  for (int k = 0; k < inputs; k += 16, from += 12 * kTile, to += 16 * kTile) {
+    for (int i = 0; i < 12 * kTile; i += 64) __builtin_prefetch(from + kAhead + i);
+    Codes four[4];
+    read_six_bits(from, four);
+    for (int i = 0; i < 4; ++i) {
+      store_codes(to + kInt6Vector * i, kUnsignedCodes ? four[i] : subtract(four[i], 32));
+    }
+  }
+}
+
 // Unpacks inputs [begin, end) of a tile.
 template <bool OFFSETS>
 inline IntTile<float> unpack(const GemmArgs& job, const IntTile<uint16_t>& tile, int begin, int end,
@@ -80,12 +92,13 @@ inline IntTile<float> unpack(const GemmArgs& job, const IntTile<uint16_t>& tile,
     }
   }
   const int blocks = std::min(group, end - begin) / block;
+  const uint8_t* from = tile.codes + code_bytes(job.w, begin);
   if (job.w.kind == kInt8) {
-    const uint8_t* codes = tile.codes + static_cast<size_t>(begin) * kTile;
-    return {codes, out.scales, out.offsets, out.shifts, groups, blocks};
+    return {from, out.scales, out.offsets, out.shifts, groups, blocks};
   }
-  const uint8_t* from = tile.codes + static_cast<size_t>(begin) * kTile / 2;
-  if (job.w.kind == kCodebook4) {
+  if (job.w.kind == kInt6) {
+    unpack_six_bits(from, end - begin, out.codes);
+  } else if (job.w.kind == kCodebook4) {
     unpack_codes(from, end - begin, out.codes, CodebookValues{load_codebook(tile.codebook)});
   } else {
     unpack_codes(from, end - begin, out.codes, IntegerCodes<OFFSETS>{});

@@ -74,6 +74,28 @@ void pack_int8_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   put(whole, w.num_in - whole);
 }
 
+// Puts 4 of 16 inputs, which int8_index finds at `at`, among their codes.
+void put_int6(uint32_t four, size_t at, uint8_t* out) {
+  const auto add = [&](size_t vector, uint32_t bits) {
+    uint8_t* to = out + vector * kInt6Vector + at % kInt6Vector;
+    uint32_t codes;
+    std::memcpy(&codes, to, 4);
+    codes |= bits;
+    std::memcpy(to, &codes, 4);
+  };
+  if (at < 3 * kInt6Vector) return add(at / kInt6Vector, four);
+  for (size_t i = 0; i < 3; ++i) add(i, four << (2 + 2 * i) & 0xc0c0c0c0);
+}
+
+void pack_int6_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
+  for (int k = 0; k < w.num_in; k += 4) {
+    uint32_t four = 0;
+    std::memcpy(&four, row + k, static_cast<size_t>(std::min(4, w.num_in - k)));
+    four = (four & 0x3f3f3f3f) ^ 0x20202020;  // plus 32
+    put_int6(four, int8_index(k % 16, r), out + int6_index(k));
+  }
+}
+
 void pack_table_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
   const auto code = [&](int k) { return k < w.num_in ? nibble(row, k) : uint8_t{0}; };
   for (int k = 0; k < padded_in(w); k += 4) {
@@ -97,6 +119,8 @@ void pack_row(const Weight& w, const uint8_t* row, int r, uint8_t* out) {
       return pack_int4_row(w, row, r, out);
     case kInt8:
       return pack_int8_row(w, row, r, out);
+    case kInt6:
+      return pack_int6_row(w, row, r, out);
     case kTable4:
       return pack_table_row(w, row, r, out);
     case kF16:
@@ -118,7 +142,7 @@ size_t row_bytes(const Weight& w) {
   const size_t k = static_cast<size_t>(w.num_in);
   const bool nibbles = has_nibbles(w) || w.kind == kTable4;
   const bool halves = w.kind == kF16 || w.kind == kBf16;
-  return nibbles ? k / 2 : w.kind == kInt8 ? k : halves ? 2 * k : 4 * k;
+  return nibbles ? k / 2 : has_int8_values(w) ? k : halves ? 2 * k : 4 * k;
 }
 
 void pack_tile(const Weight& w, int tile, const uint8_t* rows, const Scales& from, uint8_t* out) {

@@ -21,7 +21,7 @@ void multiply(int64_t rounds) {
     const auto codes_at = [&](int i) WINDLASS_INLINED {
       return load_codes(codes + static_cast<size_t>(i) * sizeof(Codes));
     };
-    unrolled<kPanels>([&](auto p) WINDLASS_INLINED { add_dots<false>(dots[p], codes_at, x[p]); });
+    unrolled<kPanels>([&](auto p) WINDLASS_INLINED { add_dots<8>(dots[p], codes_at, x[p]); });
   }
   alignas(64) float sums[kTile];
   for (auto& of_panel : dots) {

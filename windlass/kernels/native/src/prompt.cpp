@@ -193,7 +193,7 @@ struct BlockSums {
   template <class CodesAt>
   WINDLASS_INLINE void add_16(int chain, const CodesAt& codes_at, const int8_t* inputs) {
     unrolled<PANELS>([&](auto p) WINDLASS_INLINED {
-      add_dots<false>(dots[p][chain], codes_at, of_panel(inputs, p));
+      add_dots<8>(dots[p][chain], codes_at, of_panel(inputs, p));
     });
   }
 

@@ -18,6 +18,14 @@ float scale_of(const Weight& w, const uint16_t* halves, int group, int r) {
   return v[r % kLanes] / kF16Unit * w.gain;
 }
 
+int read_int6(const uint8_t* codes, int k, int r) {
+  const size_t at = int8_index(k % 16, r);
+  const uint8_t* first = codes + int6_index(k) + at % kInt6Vector;
+  const auto byte = [&](size_t vector) { return first[vector * kInt6Vector]; };
+  if (at < 3 * kInt6Vector) return byte(at / kInt6Vector) & 63;
+  return byte(0) >> 6 << 4 | byte(1) >> 6 << 2 | byte(2) >> 6;
+}
+
 void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(tile);
   const uint16_t* offsets = scales + num_scales(w) * kTile;
@@ -34,6 +42,8 @@ void read_integer_row(const Weight& w, const uint8_t* tile, int r, float* out) {
       if (w.kind == kInt8) {
         const uint8_t byte = codes[int8_index(k, r)];
         code = kUnsignedCodes ? byte : static_cast<int8_t>(byte);
+      } else if (w.kind == kInt6) {
+        code = read_int6(codes, k, r);
       } else {
         const uint8_t both = codes[nibble_index(k, r)];
         code = k % 16 < 8 ? both & 15 : both >> 4;
@@ -77,6 +87,7 @@ void read_stored_row(const Weight& w, const uint8_t* tile, int r, float* out) {
   switch (w.kind) {
     case kInt4:
     case kInt8:
+    case kInt6:
     case kCodebook4:
       return read_integer_row(w, tile, r, out);
     case kTable4:

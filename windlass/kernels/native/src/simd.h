@@ -12,6 +12,8 @@
 // 16 inputs. A dot product adds 4 inputs; the lane selects 4 of the 16.
 // load_f16_fast returns the value times kF16Unit, whatever is cheapest for the CPU; load_f16 the value.
 // Where kF16Unit is not 1, load_f16_fast turns NaN and infinity into values from 65536 on.
+// low_6_bits returns the low 6 bits of bytes, join_top_bits the upper 2 bits of three as 6 bits, those of
+// the first uppermost.
 // look_up returns the Codebook values of nibbles, a byte each; load_codebook reads its 16 values.
 // requantise makes int8 codes of nibbles: see requantise.h. On x86-64 only.
 // maximum is NaN where either operand is. clamp_min(x, bound) is NaN where x is, and costs less; the

@@ -142,6 +142,13 @@ inline Codes32 low_nibbles(Codes32 x) {
 inline Codes32 high_nibbles(Codes32 x) {
   return {_mm256_and_si256(_mm256_srli_epi16(x.v, 4), _mm256_set1_epi8(15))};
 }
+inline Codes32 low_6_bits(Codes32 x) { return {_mm256_and_si256(x.v, _mm256_set1_epi8(63))}; }
+inline Codes32 join_top_bits(Codes32 x, Codes32 y, Codes32 z) {
+  const __m256i first = _mm256_and_si256(_mm256_srli_epi16(x.v, 2), _mm256_set1_epi8(0x30));
+  const __m256i second = _mm256_and_si256(_mm256_srli_epi16(y.v, 4), _mm256_set1_epi8(0x0c));
+  const __m256i third = _mm256_and_si256(_mm256_srli_epi16(z.v, 6), _mm256_set1_epi8(3));
+  return {_mm256_or_si256(_mm256_or_si256(first, second), third)};
+}
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {_mm256_sub_epi8(x.v, _mm256_set1_epi8(y))};
 }
@@ -180,7 +187,7 @@ inline I32x8 dot_mixed(I32x8 acc, __m256i w, __m256i x) {
 #endif
 }
 template <int LANE>
-inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+inline I32x8 dot_unsigned(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_mixed(acc, w.v, broadcast4(x.p + 4 * LANE));
 }
 // Moves the sign from the weight to the input: there is no signed-by-signed dot product.

@@ -73,6 +73,14 @@ inline Codes low_nibbles(Codes x) { return {_mm512_and_si512(x.v, _mm512_set1_ep
 inline Codes high_nibbles(Codes x) {
   return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))};
 }
+inline Codes low_6_bits(Codes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(63))}; }
+inline Codes join_top_bits(Codes x, Codes y, Codes z) {
+  constexpr int either = 0xf8;  // a | (b & c)
+  const __m512i first = _mm512_and_si512(_mm512_srli_epi16(x.v, 2), _mm512_set1_epi8(0x30));
+  const __m512i second = _mm512_ternarylogic_epi32(first, _mm512_srli_epi16(y.v, 4),
+                                                   _mm512_set1_epi8(0x0c), either);
+  return {_mm512_ternarylogic_epi32(second, _mm512_srli_epi16(z.v, 6), _mm512_set1_epi8(3), either)};
+}
 inline Codes subtract(Codes x, int8_t y) { return {_mm512_sub_epi8(x.v, _mm512_set1_epi8(y))}; }
 inline Floats codes_at(const uint8_t* p, int shift, int mask) {
   const __m512i by = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(shift));
@@ -141,13 +149,13 @@ inline __m512i broadcast4(const int8_t* p) {
 }
 #if defined(WINDLASS_VNNI512)
 template <int LANE>
-inline Sums dot_nibbles(Sums acc, Codes w, Inputs16 x) {
+inline Sums dot_unsigned(Sums acc, Codes w, Inputs16 x) {
   return {_mm512_dpbusd_epi32(acc.v, w.v, broadcast4(x.p + 4 * LANE))};
 }
 // Codes are never signed here: see kUnsignedCodes.
 template <int LANE>
 inline Sums dot_signed(Sums acc, Codes w, Inputs16 x) {
-  return dot_nibbles<LANE>(acc, w, x);
+  return dot_unsigned<LANE>(acc, w, x);
 }
 #else
 template <int LANE>

@@ -147,6 +147,17 @@ inline Codes32 high_signed(Codes32 x) {
   const int8x16_t mask = vdupq_n_s8(-16);
   return {vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
 }
+inline Codes32 low_6_bits(Codes32 x) {
+  return {vandq_s8(x.a, vdupq_n_s8(63)), vandq_s8(x.b, vdupq_n_s8(63))};
+}
+inline Codes32 join_top_bits(Codes32 x, Codes32 y, Codes32 z) {
+  const auto joined = [](int8x16_t first, int8x16_t second, int8x16_t third) {
+    const uint8x16_t two = vsriq_n_u8(vreinterpretq_u8_s8(first), vreinterpretq_u8_s8(second), 2);
+    const uint8x16_t three = vsriq_n_u8(two, vreinterpretq_u8_s8(third), 4);
+    return vreinterpretq_s8_u8(vshrq_n_u8(three, 2));
+  };
+  return {joined(x.a, y.a, z.a), joined(x.b, y.b, z.b)};
+}
 inline Codes32 subtract(Codes32 x, int8_t y) {
   return {vsubq_s8(x.a, vdupq_n_s8(y)), vsubq_s8(x.b, vdupq_n_s8(y))};
 }
@@ -239,7 +250,7 @@ inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return {vdotq_laneq_s32(acc.a, w.a, x.v, LANE), vdotq_laneq_s32(acc.b, w.b, x.v, LANE)};
 }
 template <int LANE>
-inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+inline I32x8 dot_unsigned(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 

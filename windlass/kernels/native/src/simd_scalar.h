@@ -180,6 +180,16 @@ inline Codes32 high_nibbles(Codes32 x) {
   for (int8_t& code : x.v) code = static_cast<int8_t>(static_cast<uint8_t>(code) >> 4);
   return x;
 }
+inline Codes32 low_6_bits(Codes32 x) {
+  for (int8_t& code : x.v) code = static_cast<int8_t>(code & 63);
+  return x;
+}
+inline Codes32 join_top_bits(Codes32 x, Codes32 y, Codes32 z) {
+  for (int i = 0; i < 32; ++i) {
+    x.v[i] = static_cast<int8_t>((x.v[i] >> 6 & 3) << 4 | (y.v[i] >> 6 & 3) << 2 | (z.v[i] >> 6 & 3));
+  }
+  return x;
+}
 inline Codes32 subtract(Codes32 x, int8_t y) {
   for (int8_t& code : x.v) code = static_cast<int8_t>(code - y);
   return x;
@@ -212,7 +222,7 @@ inline I32x8 dot_signed(I32x8 acc, Codes32 w, Inputs16 x) {
   return acc;
 }
 template <int LANE>
-inline I32x8 dot_nibbles(I32x8 acc, Codes32 w, Inputs16 x) {
+inline I32x8 dot_unsigned(I32x8 acc, Codes32 w, Inputs16 x) {
   return dot_signed<LANE>(acc, w, x);
 }
 

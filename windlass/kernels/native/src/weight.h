@@ -4,6 +4,9 @@
 //                inputs at a time: for int8 [16 / kSpan][kTile][kSpan] bytes, for int4
 //                [8 / kSpan][kTile][kSpan] bytes with inputs 0..7 in the low nibbles and 8..15 in the
 //                high ones
+//   int6         like int8, but the four vectors of 16 inputs, 4 * kTile codes each, lie in three: a byte
+//                has a code of its own vector in its low 6 bits, and 2 bits of the fourth vector above them,
+//                the highest 2 in the first vector
 //   codebook4    float16 scales: [groups][kTile], or [super-groups][kTile] followed by [groups][kTile]
 //                int8 sub-scales; then codes like int4
 //   table4       [groups][kTile] float32 scales, then codes, 4 inputs at a time: [2][kTile] bytes with
@@ -30,6 +33,7 @@ enum Kind : int32_t {
   kF32 = 4,
   kBf16 = 5,
   kCodebook4 = 6,
+  kInt6 = 7,
 };
 
 }  // namespace windlass
@@ -42,7 +46,7 @@ struct WindlassWeight {
   int32_t group;  // inputs that share a scale; num_in for one scale per output
   int32_t super_group;  // codebook4 with sub-scales: inputs that share a scale, else 0
   int32_t has_offsets;  // int4 without offsets has codes around 8, or signed ones: see layout.h
-  int32_t quantise_once;  // int8: quantise inputs once, like int4, instead of to 15 bits
+  int32_t quantise_once;  // int8 and int6: quantise inputs once, like int4, instead of to 15 bits
   float gain;  // scale of all outputs; stored scales are divided by it
   const uint8_t* data;
   const int32_t* perm;  // or null: column k of the weight belongs to input perm[k]
@@ -62,7 +66,8 @@ inline const T* skip_bytes(const T* p, size_t bytes) {
 }
 
 inline bool has_nibbles(const Weight& w) { return w.kind == kInt4 || w.kind == kCodebook4; }
-inline bool is_integer(const Weight& w) { return has_nibbles(w) || w.kind == kInt8; }
+inline bool has_int8_values(const Weight& w) { return w.kind == kInt8 || w.kind == kInt6; }
+inline bool is_integer(const Weight& w) { return has_nibbles(w) || has_int8_values(w); }
 inline bool has_f16(const Weight& w) { return is_integer(w) || w.kind == kF16; }
 inline int num_groups(const Weight& w) { return w.num_in / w.group; }
 inline int num_scales(const Weight& w) {
@@ -90,13 +95,16 @@ inline size_t scale_bytes(const Weight& w) {
   return w.kind == kTable4 ? static_cast<size_t>(num_groups(w)) * kTile * 4 : 0;
 }
 
-inline size_t code_bytes(const Weight& w) {
-  const size_t count = static_cast<size_t>(padded_in(w)) * kTile;
+// Bytes of the codes of some inputs of a tile.
+inline size_t code_bytes(const Weight& w, int inputs) {
+  const size_t count = static_cast<size_t>(inputs) * kTile;
   switch (w.kind) {
     case kInt4:
     case kTable4:
     case kCodebook4:
       return count / 2;
+    case kInt6:
+      return count / 4 * 3;
     case kInt8:
       return count;
     case kF16:
@@ -107,13 +115,15 @@ inline size_t code_bytes(const Weight& w) {
   }
 }
 
-inline size_t tile_bytes(const Weight& w) { return scale_bytes(w) + code_bytes(w); }
+inline size_t tile_bytes(const Weight& w) { return scale_bytes(w) + code_bytes(w, padded_in(w)); }
 
 // Index of input k of output r in the codes of a tile.
 inline size_t span_index(int k, int r, int span) {
   return static_cast<size_t>((k / span * kTile + r) * span + k % span);
 }
 inline size_t int8_index(int k, int r) { return span_index(k, r, kSpan); }
+constexpr size_t kInt6Vector = 4 * kTile;  // bytes
+inline size_t int6_index(int k) { return static_cast<size_t>(k / 16) * 3 * kInt6Vector; }  // of 16 inputs
 inline size_t nibble_index(int k, int r) {
   return static_cast<size_t>(k / 16 * 8 * kTile) + span_index(k % 8, r, kSpan);
 }
@@ -132,6 +142,7 @@ inline float code_gain(const Weight& w) { return has_signed_nibbles(w) ? 16.0f :
 // The offset of stored codes.
 inline int code_offset(const Weight& w) {
   if (w.kind == kInt8 || w.kind == kCodebook4) return kUnsignedCodes ? 128 : 0;
+  if (w.kind == kInt6) return 32;
   return w.has_offsets || has_signed_nibbles(w) ? 0 : 8;
 }
 
