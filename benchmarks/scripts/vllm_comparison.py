@@ -69,9 +69,9 @@ FIGURES = (
         "8B bf16", _LLAMA, decode_b1=201.8, decode_b8=1592, decode_b64=10505, decode_b256=22572,
         prefill=42097, mixed=9544, prefix=10722,
     ),
-    *_figures("8B fp8", f"{_LLAMA}-fp8-prompts", decode_b1=270, prefill=73029, mixed=13483),
     *_figures(
-        "8B fp8", f"{_LLAMA}-fp8", decode_b8=2104, decode_b64=13596, decode_b256=27993, prefix=12666
+        "8B fp8", f"{_LLAMA}-fp8", decode_b1=270, decode_b8=2104, decode_b64=13596, decode_b256=27993,
+        prefill=73029, mixed=13483, prefix=12666,
     ),
     *_figures("8B fp8", f"{_LLAMA}-fp8-io1000", io1000x1000x1024=13796),
     *_figures("8B fp8", f"{_LLAMA}-fp8-io128", io128x2048x512=20888),

@@ -192,18 +192,25 @@ def test_other_forms(name: str, rows: int, outputs: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "outputs", "size", "group"),
     [
-        (512, 4096, 14336, 128),
+        (17, 4096, 4096, 64),
+        (33, 6144, 4096, 64),
+        (97, 11528, 576, 64),
+        (97, 128, 128, 128),
+        (129, 4096, 14336, 128),
         (200, 11528, 512, 128),
+        (257, 4000, 576, 64),
+        (300, 28672, 4096, 128),
+        (320, 8192, 4096, 4096),
+        (512, 4096, 14336, 128),
+        (640, 6144, 4096, 64),
         (1000, 4000, 576, 64),
         (2048, 1536, 256, 256),
     ],
 )
-def test_int4_of_many_rows(
-    rows: int, outputs: int, size: int, group: int, dtype: torch.dtype
-) -> None:
-    """Split along the inputs, with outputs and rows that do not fill their tiles."""
+def test_int4_on_hopper(rows: int, outputs: int, size: int, group: int, dtype: torch.dtype) -> None:
+    """Each kernel alone, and the plan: sums that are split, outputs and rows that do not fill tiles."""
     from windlass.kernels.triton.grouped_linear import GroupedLinear
-    from windlass.kernels.triton.int4_many import Int4ManyGemm
+    from windlass.kernels.triton.int4_wide import MAX_ROWS
 
     if reason := gpu_of(CUDA).lacks_warpgroups():
         pytest.skip(reason)
@@ -211,8 +218,15 @@ def test_int4_of_many_rows(
     codes = pack_nibbles(torch.randint(0, 16, (outputs, size), device=CUDA))
     form = Int4Group(codes, scales, -8 * scales, None, "none")
     gemm = GroupedLinear().prepare(form)
-    assert isinstance(gemm._wide_for(rows), Int4ManyGemm)
     x = torch.randn(rows, size, device=CUDA, dtype=dtype)
     want = x.double() @ form.dequantise().double().T
+    hopper = gemm._hopper
+    assert hopper is not None
     for _ in "ab":
         close(gemm.apply(x), want, 2**-8)
+        for kernel in (hopper._many, hopper._wide if rows <= MAX_ROWS else None):
+            if kernel is None:
+                continue
+            out = x.new_full((rows, outputs), float("nan"))
+            kernel.apply(x, out)
+            close(out, want, 2**-8)

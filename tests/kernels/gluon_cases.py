@@ -15,10 +15,15 @@ def box(kind: str, rows: int, columns: int = 64) -> str:
 
 
 def int4(
-    rows: int, dtype: str = "bf16", scales: str = "*fp16", group: int = 128, split: bool = False
+    rows: int,
+    dtype: str = "bf16",
+    scales: str = "*fp16",
+    group: int = 128,
+    split: bool = False,
+    boxes: int = 2,
 ) -> tuple:
     signature = {
-        "inputs": box(dtype, rows),
+        "inputs": box(dtype, rows // boxes),
         "weight": box("u8", 64),
         **dict.fromkeys(("scales", "offsets"), scales),
         "out": f"*{dtype}",
@@ -27,13 +32,20 @@ def int4(
         **dict.fromkeys(("M", "N", "K_PAD", "splits"), "i32"),
     }
     stages = 4 if rows <= 32 else 3
-    constants = {"GROUP": group, "HALF": min(group, 128), "STAGES": stages, "SPLIT": split}
+    constants = {
+        "ROWS": rows,
+        "GROUP": group,
+        "HALF": min(group, 128),
+        "STAGES": stages,
+        "SPLIT": split,
+    }
     return int4_wide.int4_wide_kernel, signature, constants, {"num_warps": 4}
 
 
 def int4_many_rows(scales: str = "*fp16", group: int = 128, split: bool = False) -> tuple:
     _, signature, constants, options = int4(256, scales=scales, group=group, split=split)
-    signature["result"] = box("bf16", 256)
+    signature["inputs"] = signature["result"] = box("bf16", 256)
+    del constants["ROWS"]
     constants |= {"STAGES": 3, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
     return int4_many.int4_many_kernel, signature, constants, options
 
@@ -60,7 +72,7 @@ GLUON = {
     "wide int4 GEMM of 64 rows": int4(64, scales="*bf16"),
     "wide int4 GEMM of 128 rows": int4(128, split=True),
     "wide int4 GEMM of 128 rows in float16": int4(128, "fp16"),
-    "wide int4 GEMM of groups of 64": int4(128, group=64),
+    "wide int4 GEMM of 128 rows that fill a tile": int4(128, boxes=1),
     "wide int4 GEMM of one group": int4(64, scales="*fp32", group=4096),
     "int4 GEMM of many rows": int4_many_rows(),
     "int4 GEMM of many rows, split": int4_many_rows(split=True, scales="*bf16"),

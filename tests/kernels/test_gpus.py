@@ -104,7 +104,7 @@ def test_int4_says_which_variants_a_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -
     for gpu, why in ((Gpu((8, 0)), "8.0"), (Gpu((10, 0)), "10.0"), (ROCM, "ROCm")):
         monkeypatch.setattr(grouped_linear, "gpu_of", lambda _, gpu=gpu: gpu)
         monkeypatch.setattr(
-            grouped_linear.Int4WideGemm, "refuse", lambda *_, gpu=gpu: gpu.lacks_warpgroups()
+            grouped_linear.Int4HopperGemm, "refuse", lambda *_, gpu=gpu: gpu.lacks_warpgroups()
         )
         lacks = GroupedLinear().prepare(form).lacks
         assert lacks is not None

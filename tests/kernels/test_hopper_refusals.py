@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.triton import hopper_attention
-from windlass.kernels.triton.int4_many import Int4ManyGemm
+from windlass.kernels.triton.int4_hopper import Int4HopperGemm
 
 
 class OnGpu(torch.Tensor):
@@ -37,6 +37,16 @@ def test_refusals(
     assert reason in str(hopper_attention.refuse(on_gpu, value_dim, rope, options))
 
 
-def test_int4_of_many_rows_needs_aligned_outputs() -> None:
-    assert Int4ManyGemm.refuse(4096) is None
-    assert "100" in str(Int4ManyGemm.refuse(100))
+@pytest.mark.parametrize(
+    ("num_in", "num_out", "half", "reason"),
+    [
+        (4100, 4096, 128, "4100 inputs"),
+        (4096, 4096, 32, "these have 32"),
+        (4096, 100, 64, "100 outputs"),
+        (4096, 100, 64, "groups of 64"),
+    ],
+)
+def test_int4_refusals(num_in: int, num_out: int, half: int, reason: str) -> None:
+    cuda = torch.device("cuda")
+    assert reason in str(Int4HopperGemm.refuse(cuda, num_in, num_out, half))
+    assert "CUDA" in str(Int4HopperGemm.refuse(torch.device("cpu"), num_in, num_out, half))

@@ -2,7 +2,7 @@
 
 Weights are repacked at load. Dequantising a weight for one GEMM costs about as much as reading it,
 which pays off for many rows; Hopper GPUs unpack int4 in registers for up to hundreds of rows
-(int4_wide.py, int4_many.py). If the format quantises activations to 8 bits, GEMMs of many rows run in fp8.
+(int4_hopper.py). If the format quantises activations to 8 bits, GEMMs of many rows run in fp8.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from windlass.kernels.triton import pdl
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_linear import ScaledGemm
 from windlass.kernels.triton.grouped import grouped_linear_kernel
-from windlass.kernels.triton.int4_many import Int4ManyGemm
-from windlass.kernels.triton.int4_wide import MAX_ROWS as MAX_WIDE_ROWS
-from windlass.kernels.triton.int4_wide import Int4Weight, Int4WideGemm
+from windlass.kernels.triton.int4_hopper import Int4HopperGemm
+from windlass.kernels.triton.int4_wide import Int4Weight
 from windlass.kernels.triton.quantise import quantise_blocks, quantise_rows
 from windlass.kernels.triton.reduce import SplitWorkspace
 
@@ -144,8 +143,8 @@ class GroupQuantGemm(RowReader):
         self._offsets = None if form.offsets is None else _by_group(form.offsets)
         self._perm = None if form.perm is None else form.perm.int()
         self._padded = self._num_in + padding
-        if padding and form.group < self._num_in:
-            missing = -(-self._padded // form.group) - self._scales.shape[0]
+        missing = -(-self._padded // form.group) - self._scales.shape[0]
+        if missing:
             self._scales = pad(self._scales, (0, 0, 0, missing))
             self._offsets = (
                 None if self._offsets is None else pad(self._offsets, (0, 0, 0, missing))
@@ -156,8 +155,8 @@ class GroupQuantGemm(RowReader):
         self._inline = gpu.lacks_ptx() is None and not _INTERPRETED
         self._no_fp8 = gpu.lacks_fp8() if self._coarse else None
         self._in_fp8 = None if self._no_fp8 is not None else _in_fp8(form)
-        self._no_wide: str | None = None
-        self._wide, self._many = self._make_wide(space)
+        self._no_hopper: str | None = None
+        self._hopper = self._make_hopper(space)
         self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
         self._space = space
         values = (
@@ -166,35 +165,28 @@ class GroupQuantGemm(RowReader):
         )
         space.reserve(self._codes.device, values, self._tiles)
 
-    def _make_wide(self, space: SplitWorkspace) -> tuple[Int4WideGemm | None, Int4ManyGemm | None]:
-        """The GEMMs of int4 weights and 16-bit activations for rows that do not fit the fused one."""
-        device = self._codes.device
+    def _make_hopper(self, space: SplitWorkspace) -> Int4HopperGemm | None:
+        """The GEMM of int4 weights and 16-bit activations for rows that do not fit the fused one."""
         if self._bits != 4 or self._coarse or self._offsets is None:
-            return None, None
-        self._no_wide = Int4WideGemm.refuse(device, self._num_in, self._half)
-        if self._no_wide is not None:
-            return None, None
+            return None
+        self._no_hopper = Int4HopperGemm.refuse(
+            self._codes.device, self._num_in, self._num_out, self._half
+        )
+        if self._no_hopper is not None:
+            return None
         weight = Int4Weight(
             self._codes, self._scales, self._offsets, group=self._group, half=self._half
         )
-        wide = Int4WideGemm(weight, space)
-        if Int4ManyGemm.refuse(self._num_out) is not None:
-            return wide, None
-        return wide, Int4ManyGemm(weight, space)
-
-    def _wide_for(self, num_rows: int) -> Int4WideGemm | Int4ManyGemm | None:
-        if num_rows <= _MAX_FINE_ROWS:
-            return None
-        if self._many is not None and self._many.is_fastest(num_rows):
-            return self._many
-        return self._wide if num_rows <= MAX_WIDE_ROWS else None
+        return Int4HopperGemm(weight, space)
 
     @property
     def lacks(self) -> str | None:
         if self._no_fp8 is not None:
             return f"16-bit activations for more than {_MAX_FUSED_ROWS} rows: {self._no_fp8}"
-        if self._no_wide is not None:
-            return f"weights are dequantised for more than {_MAX_FUSED_ROWS} rows: {self._no_wide}"
+        if self._no_hopper is not None:
+            return (
+                f"weights are dequantised for more than {_MAX_FUSED_ROWS} rows: {self._no_hopper}"
+            )
         return None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -212,9 +204,9 @@ class GroupQuantGemm(RowReader):
 
     def apply(self, x: Inputs) -> Tensor:
         num_rows = x.shape[0]
-        if (wide := self._wide_for(num_rows)) is not None:
+        if num_rows > _MAX_FINE_ROWS and self._hopper is not None and self._hopper.plan(num_rows):
             assert isinstance(x, Tensor)
-            return wide.apply((x if self._perm is None else x[:, self._perm]).contiguous())
+            return self._hopper.apply((x if self._perm is None else x[:, self._perm]).contiguous())
         if num_rows <= _MAX_FUSED_ROWS:
             assert isinstance(x, Tensor)
             return self._fused(x)

@@ -22,20 +22,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from windlass.kernels.triton.int4_wide import Int4Weight, group_numbers, store_tile, unpack
+from windlass.kernels.triton.int4_wide import (
+    Int4Weight,
+    group_numbers,
+    store_tile,
+    unpack_weights,
+)
 from windlass.kernels.triton.reduce import SplitWorkspace
 
-_MAX_ROWS = 2048  # more rows share a dequantised weight
+MAX_ROWS = 2048  # more rows share a dequantised weight
 _OUTPUTS = 64  # of a warp group
 _STEP = 64  # bytes of codes per output in one step: 128 inputs
 _MAX_SPLITS = 2
 _PROGRAMS = 132  # of one wave on an H200: one per multiprocessor
-_TILE_ROWS = 256
+TILE_ROWS = 256
 _STAGES = 3
-# Measured on an H200: fewer programs, shorter splits or emptier tiles are slower.
-_ENOUGH_PROGRAMS = 90
-_ENOUGH_STEPS = 40  # of a split
-_ENOUGH_ROWS = 0.75  # of the rows of all tiles
+# Microseconds for 4,096 inputs, and to add the partial sums of splits, measured on an H200.
+_WAVE, _ADD_SPLITS = 47.0, 12.0
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 
 _LAYOUT = gl.NVMMASharedLayout.get_default_for
@@ -67,14 +70,6 @@ def _produce(
 
 
 @gluon.jit
-def _weights(codes, groups, dtype: gl.constexpr):
-    """The weights of codes: low and high halves."""
-    s1, s2, o1, o2 = groups
-    low, high = unpack(codes, dtype)
-    return low * s1[:, None] + o1[:, None], high * s2[:, None] + o2[:, None]
-
-
-@gluon.jit
 def _consume(
     x_tiles, w_tiles, bars, result, scales, offsets, out, partial_sums, counters, place, sizes,
     GROUP: gl.constexpr, HALF: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
@@ -99,7 +94,7 @@ def _consume(
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, mma)
     mbarrier.wait(filled.index(0), 0, pred=begin < end)
     codes = w_tiles.index(WHICH).load(operand)
-    low, high = _weights(codes, (s1, s2, o1, o2), dtype)
+    low, high = unpack_weights(codes, (s1, s2, o1, o2), dtype)
     step = 0
     steps = (end - begin) * PER
     for block in range(begin, end):
@@ -117,14 +112,16 @@ def _consume(
             stage_ahead = ahead % STAGES
             mbarrier.wait(filled.index(stage_ahead), (ahead // STAGES) & 1, pred=ahead < steps)
             codes = w_tiles.index(2 * stage_ahead + WHICH).load(operand)
-            next_low, next_high = _weights(codes, (s1, s2, o1, o2), dtype)
+            next_low, next_high = unpack_weights(codes, (s1, s2, o1, o2), dtype)
             acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
             mbarrier.arrive(free.index(stage), count=1)
             low, high = next_low, next_high
             step += 1
     if SPLIT:
         counter = counters + 2 * tile + WHICH
-        store_tile(out, acc, partial_sums, counter, split, splits, row, first_output, M, N, True)
+        store_tile(
+            out, acc, partial_sums, counter, split, splits, row, first_output, M, N, True, ROWS
+        )
     else:
         # The tiles of activations are free when both groups have read them.
         mbarrier.arrive(done, count=1)
@@ -151,7 +148,9 @@ def int4_many_kernel(
     STEP: gl.constexpr = weight.block_type.shape[1]
     tile, split = gl.program_id(0), gl.program_id(1)
     row_tiles = gl.cdiv(M, ROWS)
-    output, row = tile // row_tiles * (2 * OUTPUTS), tile % row_tiles * ROWS
+    output = tile // row_tiles * (2 * OUTPUTS)
+    # No tile reaches past the last row: see int4_wide.py.
+    row = gl.minimum(tile % row_tiles * ROWS, gl.maximum(M - ROWS, 0))
     blocks = K_PAD // (2 * HALF)
     span = gl.cdiv(blocks, splits)
     begin = split * span
@@ -200,7 +199,7 @@ class Int4ManyGemm:
 
     def __init__(self, weight: Int4Weight, space: SplitWorkspace) -> None:
         self._weight, self._space = weight, space
-        tile = _TILE_ROWS * 2 * _OUTPUTS
+        tile = TILE_ROWS * 2 * _OUTPUTS
         space.reserve(weight.codes.device, _PROGRAMS * tile, 2 * _PROGRAMS)
 
     @staticmethod
@@ -210,35 +209,29 @@ class Int4ManyGemm:
             return f"TMA needs strides of 16 bytes, and rows have {num_out} outputs"
         return None
 
-    def is_fastest(self, num_rows: int) -> bool:
-        """Rather than `Int4WideGemm`, or a GEMM with a dequantised weight."""
-        if num_rows > _MAX_ROWS:
-            return False
+    def microseconds(self, num_rows: int) -> float:
+        """Estimated for an H200."""
         tiles, splits = self._grid(num_rows)
-        row_tiles = triton.cdiv(num_rows, _TILE_ROWS)
-        full = num_rows >= _ENOUGH_ROWS * row_tiles * _TILE_ROWS
-        steps = self._weight.padded // (2 * _STEP) // splits
-        return (
-            full and tiles * splits >= _ENOUGH_PROGRAMS and (splits == 1 or steps >= _ENOUGH_STEPS)
-        )
+        waves = triton.cdiv(tiles * splits, _PROGRAMS)
+        time = waves * _WAVE * self._weight.padded / splits / 4096
+        return time + _ADD_SPLITS * (splits > 1)
 
     def _grid(self, num_rows: int) -> tuple[int, int]:
         """Tiles, and splits of K."""
-        tiles = triton.cdiv(self._weight.num_out, 2 * _OUTPUTS) * triton.cdiv(num_rows, _TILE_ROWS)
+        tiles = triton.cdiv(self._weight.num_out, 2 * _OUTPUTS) * triton.cdiv(num_rows, TILE_ROWS)
         return tiles, max(1, min(_MAX_SPLITS, _PROGRAMS // tiles, self._weight.blocks))
 
-    def apply(self, x: Tensor) -> Tensor:
-        """x @ weight.T; x is a contiguous [rows, K] of 16-bit floats."""
+    def apply(self, x: Tensor, out: Tensor) -> None:
+        """out = x @ weight.T; both contiguous, with rows of 16-bit floats."""
         weight, num_rows = self._weight, x.shape[0]
         tiles, splits = self._grid(num_rows)
-        out = x.new_empty((num_rows, weight.num_out))
-        x_box, w_box = [_TILE_ROWS, _STEP], [_OUTPUTS, _STEP]
+        x_box, w_box = [TILE_ROWS, _STEP], [_OUTPUTS, _STEP]
         kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
         x_layout = _LAYOUT(x_box, kind)
         int4_many_kernel[(tiles, splits)](
             TensorDescriptor.from_tensor(x, x_box, x_layout),
             TensorDescriptor.from_tensor(weight.codes, w_box, _LAYOUT(w_box, gl.uint8)),
-            TensorDescriptor.from_tensor(out, [_TILE_ROWS, _OUTPUTS], x_layout),
+            TensorDescriptor.from_tensor(out, [TILE_ROWS, _OUTPUTS], x_layout),
             weight.scales,
             weight.offsets,
             out,
@@ -256,4 +249,3 @@ class Int4ManyGemm:
             PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
             num_warps=4,
         )
-        return out
