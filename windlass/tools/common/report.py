@@ -56,6 +56,7 @@ _TEXT_COLUMNS = (
 PAGES = (
     "docs/bench-serve.md",
     "docs/benchmarks.md",
+    "docs/cpu.md",
     "docs/disaggregation.md",
     "docs/fairness.md",
     "docs/fleet.md",
@@ -184,6 +185,14 @@ COLUMNS: dict[str, Columns] = {
         "before_tok_s": "before tok/s",
         "before_step_ms": "before step ms",
         "speedup": "speedup",
+    },
+    "thread_scaling": {
+        "workload": "workload",
+        "threads": "threads",
+        "kind": "measured or modelled",
+        "tok_s": "tok/s",
+        "speedup": "speedup",
+        "limit": "limit",
     },
     "draft_pairs": {
         "draft": "draft model",
