@@ -155,10 +155,10 @@ class Linears:
             prepared, kernel = Unpacked(weight, self.dtype, self.gemm), "torch"
             batch_invariant = True
         else:
-            on_meta = weight.codes.is_meta
-            prepared = (
-                ReferenceLinear().prepare(weight) if on_meta else decision.kernel.prepare(weight)
-            )
+            if weight.codes.is_meta:
+                prepared = ReferenceLinear().prepare(_outline(weight, decision.kernel))
+            else:
+                prepared = decision.kernel.prepare(weight)
             kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
         return PackedGemm(
             prepared=prepared,
@@ -225,6 +225,13 @@ class Linears:
             kernel="torch",
             reason=why or "not quantised",
         )
+
+
+def _outline(form: Packed, kernel: LinearKernel) -> Packed:
+    """A form on meta tensors with as many bytes as the kernel's layout has without padding."""
+    if isinstance(form, Int8Group) and form.bits == 6 and isinstance(kernel, NativeLinear):
+        return replace(form, codes=form.codes[:, : form.shape[1] * 3 // 4])
+    return form
 
 
 def describe(form: Packed) -> str:

@@ -8,9 +8,9 @@ time and would add nothing to the report.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
-import runpy
 import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -47,8 +47,19 @@ def _loaded(extension: Path) -> dict[str, Any]:
         ctypes.CDLL(str(extension))
     except OSError:
         return _imported()
-    version = runpy.run_path(str(extension.with_name("version.py")))
-    return {"version": str(version["__version__"]), "cuda": version["cuda"], "gpus": []}
+    version = _constants(extension.with_name("version.py"))
+    return {"version": version["__version__"], "cuda": version["cuda"], "gpus": []}
+
+
+def _constants(file: Path) -> dict[str, Any]:
+    """The constants that a module assigns to names; it is not run."""
+    found = {}
+    for line in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
+            target = line.targets[0] if isinstance(line, ast.Assign) else line.target
+            if isinstance(target, ast.Name):
+                found[target.id] = line.value.value
+    return found
 
 
 def _imported() -> dict[str, Any]:
