@@ -36,7 +36,7 @@ class FairShare:
     """
 
     def __init__(self, budget: int, enabled: bool = True) -> None:
-        self.min_chunk = min(_MIN_CHUNK, max(1, budget // 8))
+        self.min_chunk = min(_MIN_CHUNK, max(1, budget // 16))
         self._credit = PROMPT_COST * budget  # of a tenant that was idle: a short burst goes first
         self.enabled = enabled
         self._accounts: dict[str, TenantAccount] = {}
