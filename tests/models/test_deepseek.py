@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "V3": ("DeepseekV3", V3),
+    "GLM 4.7 Flash": ("Glm4MoeLite", {"q_lora_rank": 20}),
     "V3 in halves": ("DeepseekV3", {**V3, "rope_interleave": False, "norm_topk_prob": False}),
 }
 PROMPTS = [[3 + (5 + n) * i % 89 for i in range(30 - 7 * n)] for n in range(3)]
@@ -202,6 +203,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
         ("V3", {"scoring_func": "softmax"}, "scoring_func"),
         ("V2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("V2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("GLM 4.7 Flash", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(

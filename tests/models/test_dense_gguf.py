@@ -35,6 +35,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("command-r", {"logit_scale": 0.5}),
     "cohere-qk-norm": ("command-r", {"logit_scale": 0.5}),
     "cohere2": ("cohere2", {**WINDOW, "logit_scale": 0.5}),
+    "mistral-nemo": ("exaone", {}),  # the mathematics of EXAONE 3
     "exaone4-full": ("exaone4", {}),
     "exaone4-windows": ("exaone4", {**WINDOW, **PATTERN}),
     "glm": ("chatglm", {}),

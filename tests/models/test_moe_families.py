@@ -277,6 +277,15 @@ def test_adapters_may_change_attention_and_not_experts() -> None:
     assert not any("mlp" in name for name in shapes)
 
 
+def test_published_files_of_phimoe_name_it_in_another_case(tmp_path: Path) -> None:
+    save_tiny(*CASES["phimoe"], tmp_path)
+    file, ids = tmp_path / "config.json", IDS.tolist()
+    want = our_logits(tmp_path, ids, [37])
+    config = json.loads(file.read_text()) | {"architectures": ["PhiMoEForCausalLM"]}
+    file.write_text(json.dumps(config))
+    assert torch.equal(our_logits(tmp_path, ids, [37]), want)
+
+
 def test_sparsemixer_chooses_two_experts() -> None:
     config = moe_config(architectures=["PhimoeForCausalLM"], num_experts_per_tok=3)
     with pytest.raises(UnsupportedError, match="num_experts_per_tok is 3; sparsemixer"):

@@ -5,7 +5,7 @@ torch is imported only when a tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from windlass.models.hparams import HParams
 from windlass.models.json_file import merged, read_json, read_json_if_there
 from windlass.models.pooling_head import causal_config, file_rules, read_pooling
 from windlass.models.source import ModelFiles
-from windlass.models.tensor_rules import mapped
+from windlass.models.tensor_rules import Rule, mapped
 from windlass.models.tokenizer import HFTokenizer, TextSide
 from windlass.models.transformers_config import read_transformers
 
@@ -124,7 +124,18 @@ def open_checkpoint(
     if gguf is not None:
         return mapped(gguf, family.gguf.rules(hparams))
     stored = SafetensorsCheckpoint(files.weights, files.index)
-    return mapped(mapped(stored, file_rules(stored.names())), family.rules(hparams))
+    renamed = mapped(mapped(stored, _scale_rules(stored.names())), file_rules(stored.names()))
+    return mapped(renamed, family.rules(hparams))
+
+
+def _scale_rules(names: Collection[str]) -> list[Rule]:
+    """Rules for static fp8 scales of tensors under the names that transformers gives them."""
+    if not any(name.endswith(".activation_scale") for name in names):
+        return []
+    return [
+        Rule(pattern=r"(.*)\.activation_scale", name=r"\1.input_scale"),
+        Rule(pattern=r"(.*)\.weight_scale_inv", name=r"\1.weight_scale"),
+    ]
 
 
 def _gguf(files: ModelFiles) -> GGUFCheckpoint | None:

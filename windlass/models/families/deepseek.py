@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (also R1 and Kimi K2): MLA, and experts that are chosen from the best groups.
+"""DeepSeek V2 and V3 (also R1, Kimi K2 and GLM 4.7 Flash): MLA, and experts chosen from the best groups.
 
 V2 scores experts by a softmax and groups by their best expert; V3 scores by a sigmoid, and adds a
 correction bias for the choice. The layers after num_hidden_layers draft (MTP, models/mtp.py).
@@ -116,6 +116,19 @@ def _v3(fields: Fields, architecture: str) -> HParams:
     return _read(fields, architecture, routing)
 
 
+def _glm_lite(fields: Fields, architecture: str) -> HParams:
+    """GLM 4.7 Flash: V3 with other defaults, and a list of the layers with experts."""
+    kinds = list(fields.sequence("mlp_layer_types") or ("dense", "sparse"))
+    first = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
+        raise UnsupportedError(
+            f"{fields.source}: mlp_layer_types has a dense layer after one with experts; only dense "
+            "layers before all others are supported."
+        )
+    known = {"first_k_dense_replace": first, "n_group": 1, "topk_group": 1}
+    return _v3(fields.with_defaults({**known, "routed_scaling_factor": 1.8}), architecture)
+
+
 def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     """Both versions are deepseek2 to llama.cpp; the gating function tells them apart."""
     rope_dim = keys.positive_int("rope.dimension_count")
@@ -188,3 +201,4 @@ _GGUF = GGUFFamily(
 )
 DEEPSEEK_V2 = Family(model_type="deepseek_v2", read=_v2, rules=shared_expert_rules, gguf=_GGUF)
 DEEPSEEK_V3 = Family(model_type="deepseek_v3", read=_v3, rules=shared_expert_rules, gguf=_GGUF)
+GLM_MOE_LITE = Family(model_type="glm4_moe_lite", read=_glm_lite, rules=shared_expert_rules)

@@ -1,7 +1,11 @@
-"""EXAONE 4: norms of the sublayers' outputs and of each head; with windows, full layers do not rotate."""
+"""EXAONE 3 and 3.5: Llama with other names.
+
+EXAONE 4: norms of the sublayers' outputs and of each head; with windows, full layers do not rotate.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +13,7 @@ from windlass.errors import UnsupportedError
 from windlass.models.families.base import (
     Family,
     GGUFFamily,
+    activation,
     gguf_windows,
     periodic_windows,
     read_decoder,
@@ -16,6 +21,32 @@ from windlass.models.families.base import (
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams, NormHParams
+from windlass.models.tensor_rules import Rule, renames
+
+_FIELDS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}
+
+
+def _exaone3(fields: Fields, architecture: str) -> HParams:
+    fields = fields.updated(**fields.renamed(_FIELDS))
+    kind = activation(fields, "activation_function")
+    return read_decoder(fields, architecture, activation=kind)
+
+
+def _exaone3_rules(hparams: HParams) -> Sequence[Rule]:
+    del hparams
+    old, new = "transformer.h.*", "model.layers.*"
+    names = {
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        f"{old}.ln_1": f"{new}.input_layernorm",
+        f"{old}.ln_2": f"{new}.post_attention_layernorm",
+        f"{old}.attn.attention.out_proj": f"{new}.self_attn.o_proj",
+        f"{old}.mlp.c_fc_0": f"{new}.mlp.gate_proj",
+        f"{old}.mlp.c_fc_1": f"{new}.mlp.up_proj",
+        f"{old}.mlp.c_proj": f"{new}.mlp.down_proj",
+    }
+    names |= {f"{old}.attn.attention.{x}_proj": f"{new}.self_attn.{x}_proj" for x in "qkv"}
+    return renames(names)
 
 
 def _exaone4(fields: Fields, architecture: str) -> HParams:
@@ -44,6 +75,7 @@ def _gguf(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     return {"sliding_window": None, **gguf_windows(keys)}
 
 
+EXAONE3 = Family(model_type="exaone", read=_exaone3, rules=_exaone3_rules)
 EXAONE4 = Family(
     model_type="exaone4",
     read=_exaone4,

@@ -79,12 +79,7 @@ def _gemma3(fields: Fields, architecture: str) -> HParams:
 
 
 def _gemma3_with_images(fields: Fields, architecture: str) -> HParams:
-    """Read text_config. Fields of the whole model are outside it."""
-    outer = fields.present(
-        "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config"
-    )
-    text = Fields(fields.mapping("text_config"), f"{fields.source} (text_config)")
-    return _gemma3(text.with_defaults(outer), architecture)
+    return _gemma3(text_fields(fields), architecture)
 
 
 def _read(fields: Fields, architecture: str, *, placement: NormPlacement, **known: Any) -> HParams:

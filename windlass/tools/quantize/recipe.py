@@ -21,9 +21,7 @@ CALIBRATED = ("gptq", "awq", "smoothquant")
 BLOCK = 128  # fp8: outputs and inputs per scale with --scales block
 PER_CHANNEL = -1
 
-_NESTED = (
-    "Gemma3ForConditionalGeneration",
-)  # whose config has the text model in a part of its own
+_NESTED = "ForConditionalGeneration"  # whose config has the text model in a part of its own
 _GROUP_SIZES = (128, 64, 32)
 _BITS: Mapping[str, tuple[int, ...]] = {
     "rtn": (4, 8, 3),
@@ -131,7 +129,7 @@ def _check_model(method: Method, hparams: HParams) -> None:
         why = "its latent attention (MLA) reads a projection that is never multiplied by itself"
     elif hparams.mamba is not None:
         why = "it has Mamba-2 layers, which are not calibrated"
-    elif hparams.architecture in _NESTED:
+    elif hparams.architecture.endswith(_NESTED):
         why = "its files have a vision part. Quantise the text model"
     if why is not None:
         raise UnsupportedError(
