@@ -18,6 +18,7 @@ from windlass.models.families.base import (
     layer_windows,
     read_decoder,
 )
+from windlass.models.families.with_images import text_fields
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams, NormHParams, NormPlacement
