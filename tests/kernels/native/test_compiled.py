@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,23 @@ def test_a_broken_compiler(
     with pytest.raises(NativeUnavailable, match=r"failed \(3\): error: the disk has eaten it"):
         load(tmp_path, sources=sources)
     assert cached(tmp_path) == []
+
+
+@needs_compiler
+def test_a_slow_compiler_is_waited_for(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, object] = {}
+    run = subprocess.run
+
+    def record(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        limits["--version" if "--version" in command else "compile"] = options.get("timeout")
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    load(tmp_path, sources=sources)
+    assert limits["compile"] is None
+    assert limits["--version"] is not None
 
 
 _TOO_MANY_THREADS = """

@@ -25,7 +25,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_COMPILE_TIMEOUT_S = 300
+_VERSION_TIMEOUT_S = 60  # compiling has no limit: the largest source takes a minute of CPU time on a fast machine
 
 
 class NativeUnavailable(UnsupportedError):
@@ -105,7 +105,7 @@ def find_compilers() -> tuple[list[Compiler], list[str]]:
             problems.append(f"no {text}" + (" (set by CXX)" if chosen else ""))
             continue
         try:
-            output = _call([*command, "--version"])
+            output = _call([*command, "--version"], timeout_s=_VERSION_TIMEOUT_S)
         except NativeUnavailable as error:
             problems.append(str(error))
             continue
@@ -115,10 +115,10 @@ def find_compilers() -> tuple[list[Compiler], list[str]]:
     return found, problems
 
 
-def _call(command: Sequence[str]) -> str:
+def _call(command: Sequence[str], timeout_s: float | None = None) -> str:
     """Run a compiler and return its output."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]} did not run: {error}") from error
     if done.returncode != 0:
