@@ -88,6 +88,15 @@ def test_equal_requests_are_released_when_one_completes() -> None:
     assert [each.request.request_id for each in released] == ["2", "3", "4"]
 
 
+def test_equal_requests_of_one_failure_get_one_strike() -> None:
+    suspects = Suspects()
+    suspects.strike([b"same", b"same", b"same"], HOW)
+    suspects.check([b"same"])
+    suspects.strike([b"same", b"same"], HOW)
+    with pytest.raises(RequestBlocked, match="failed 2 times"):
+        suspects.check([b"same"])
+
+
 def test_the_second_strike_blocks_for_an_hour() -> None:
     clock = Clock()
     suspects = Suspects(clock)

@@ -65,10 +65,11 @@ class Suspects:
     def strike(self, fingerprints: Iterable[bytes], how: str, incident: str = "") -> None:
         """Give each fingerprint a strike; `how` describes the failure of the engine.
 
-        `incident`: strikes of one failure that arrive one by one count once.
+        One failure is one strike, even if several equal requests were running. `incident`: strikes of
+        one failure that arrive one by one count once.
         """
         now = self._clock()
-        for each in filter(None, fingerprints):
+        for each in dict.fromkeys(filter(None, fingerprints)):
             before = self._find(each)
             if before is None:
                 self._suspects[each] = _Suspect(1, now, how, incident)
