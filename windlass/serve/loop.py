@@ -124,6 +124,7 @@ class _EngineLoop:
         self._num_adds = 0
         self._num_steps = 0
         self._failed_steps = 0
+        self._fatal: str | None = None  # why no further step can succeed
         self._stats_at = 0.0
         self._expert_load_at = time.monotonic()
         self._armed_at = float("-inf")
@@ -143,8 +144,8 @@ class _EngineLoop:
             for request_id, blocks in self._engine.handed_over():
                 self._outgoing.append(messages.HandedOver(request_id, blocks))
             self._send(force=not (self._engine.has_work or self._loading))
-            if self._failed_steps >= _MAX_FAILED_STEPS:
-                _log.error("%d steps in a row failed; the engine process exits", self._failed_steps)
+            if self._fatal is not None:
+                _log.error("the engine process exits: %s", self._fatal)
                 return 1
 
     def _update_expert_load(self) -> None:
@@ -286,9 +287,7 @@ class _EngineLoop:
         try:
             outputs = self._engine.step()
         except Exception as error:  # running requests end with an error; the engine continues
-            lost = isinstance(error, WorkerDied)  # another rank: no step can succeed any more
-            self._failed_steps += _MAX_FAILED_STEPS if lost else 1
-            _log.exception("a step failed (%d in a row)", self._failed_steps)
+            self._report_failure(error)
             text = f"{type(error).__name__}: {error}"
             self._outgoing.append(messages.StepFailed(self._journal.running(), text))
             outputs = self._engine.fail(f"the step that computed this request failed: {text}")
@@ -299,6 +298,16 @@ class _EngineLoop:
             self._outgoing.append(messages.Outputs(outputs))
         else:
             self._wait_for_batch()
+
+    def _report_failure(self, error: Exception) -> None:
+        self._failed_steps += 1
+        if isinstance(error, WorkerDied):
+            self._fatal = str(error)
+            if error.__cause__ is None or isinstance(error.__cause__, WorkerDied):
+                return  # another rank failed; this one has nothing to add
+        elif self._failed_steps >= _MAX_FAILED_STEPS:
+            self._fatal = f"{self._failed_steps} steps in a row failed."
+        _log.error("a step failed (%d in a row)", self._failed_steps, exc_info=error)
 
     def _wait_for_batch(self) -> None:
         """Sleep briefly if the last call ran no step: a static batch is still filling."""
