@@ -14,7 +14,7 @@ from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
 from windlass.build import Source, build_engine
 from windlass.config import EngineConfig
-from windlass.core.types import NewRequest
+from windlass.core.types import NewRequest, SlotId, SlotInit, StepPlan
 from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
@@ -22,6 +22,7 @@ from windlass.kernels.native.program import ProgramLimits, record
 from windlass.kernels.native.record import Unrecordable
 from windlass.models.card import load_hparams
 from windlass.models.source import resolve
+from windlass.runner.inputs import SlotFacts
 
 _COMPILERS, _ = find_compilers()
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
@@ -124,6 +125,39 @@ def test_prompt_quantisation_does_not_depend_on_chunks(tmp_path: Path) -> None:
     assert fine != coarse
     for one, other in zip(coarse, fine, strict=True):
         assert one == pytest.approx(other, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_coarse"),
+    [(1, 0), (2, 0), (3, 3), (16, 16), (17, 16), (18, 16), (19, 19), (129, 128)],
+)
+def test_one_or_two_tokens_behind_full_blocks_are_quantised_finely(
+    num_prompt: int, num_coarse: int
+) -> None:
+    slot = SlotId(0)
+    facts = SlotFacts(coarse_prompts=True)
+    new = SlotInit(
+        request_id="a",
+        slot=slot,
+        tokens=[5] * num_prompt,
+        num_prompt=num_prompt,
+        sampling=SamplingParams(),
+        stop_ids=frozenset(),
+        seed=0,
+    )
+    facts.apply(StepPlan([], admitted=[new]))
+    assert facts.num_coarse(slot) == num_coarse
+
+
+@pytest.mark.parametrize("num_last", [1, 2, 3])
+def test_tokens_behind_cached_blocks_have_the_same_logprobs(tmp_path: Path, num_last: int) -> None:
+    prompt = (PROMPT * 3)[: 32 + num_last]
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
+    llm = make(tmp_path, block_size=16)
+    first, again = (llm.generate([prompt], params)[0] for _ in range(2))
+    assert again.num_cached == 32
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert again.outputs[0].logprobs == first.outputs[0].logprobs
 
 
 def test_recomputation_after_preemption_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from windlass.quant.packed_method import PackedMethod
 from windlass.quant.shard import Shard
 
 _DECODER = "windlass.models.decoder:Decoder"
-_BLOCK_SIZE = 16
+DEFAULT_BLOCK_SIZE = 16
 _KV_BYTES = 2  # of a number in the KV cache, whatever its format: blocks of all formats are as long
 _TRANSFORMERS = "windlass.models.transformers_fallback:TransformersNetwork"
 
@@ -200,10 +200,10 @@ def block_size_of(requested: int | None, hparams: HParams) -> int:
     A block has the bytes of a layer's state at least, so attention layers would waste smaller blocks.
     """
     if requested is not None or hparams.mamba is None:
-        return requested or _BLOCK_SIZE
+        return requested or DEFAULT_BLOCK_SIZE
     token_bytes = 2 * hparams.num_kv_heads * hparams.head_dim * _KV_BYTES
     wanted = 4 * hparams.mamba.heads.num_values // token_bytes
-    return max(_BLOCK_SIZE, 1 << (wanted - 1).bit_length())
+    return max(DEFAULT_BLOCK_SIZE, 1 << (wanted - 1).bit_length())
 
 
 def _network_class(hparams: HParams) -> Any:

@@ -20,6 +20,7 @@ from windlass.core.types import (
     StepResult,
 )
 from windlass.kernels.batch import Span
+from windlass.models.network import DEFAULT_BLOCK_SIZE
 from windlass.runner.verify import SampleRequest, sample_requests
 
 # Read for hundreds of rows in every step.
@@ -37,6 +38,7 @@ _SLOT, _START, _COUNT, _TOKENS, _BLOCKS, _SAMPLE, _DRAFTS, _ADAPTER = (
     )
 )
 Value = TypeVar("Value")
+_MAX_FINE_PROMPT = 2  # tokens behind the last full block
 _LAST = (-1,)  # the token that the runner sampled last for the slot
 
 
@@ -162,6 +164,18 @@ class SlotFacts:
         init = self._inits.get(slot)
         return 0 if init is None else init.num_prompt
 
+    def num_coarse(self, slot: SlotId) -> int:
+        """Number of prompt tokens, from the first, that CPU GEMMs may quantise coarsely.
+
+        If all full blocks of a prompt are cached, only the tokens behind them are computed. For one or two of
+        them, requantising the weights takes longer than the GEMM. The rule depends on the prompt's length
+        alone, and no full block of prompt tokens has a token of another kind, so the prefix cache changes
+        no result.
+        """
+        num_prompt = self.num_prompt(slot)
+        num_last = (num_prompt - 1) % DEFAULT_BLOCK_SIZE + 1
+        return num_prompt - num_last if num_last <= _MAX_FINE_PROMPT else num_prompt
+
     def prompt_token(self, slot: SlotId, position: int) -> int:
         return self._inits[slot].tokens[position]
 
@@ -259,7 +273,7 @@ class StepInputs:
             into[i, : 3 + len(ids)] = (row.slot, row.start, row.num_tokens, *ids)
 
     def prompt_spans(self) -> list[tuple[int, int]]:
-        """Ranges of prompt tokens within the step, for GEMMs that quantise them differently.
+        """Ranges of prompt tokens within the step that GEMMs quantise coarsely.
 
         The position alone decides, so a recomputed token gets the same result.
         """
@@ -268,7 +282,7 @@ class StepInputs:
             return spans
         first = 0
         for row in self.rows:
-            count = min(row.num_tokens, self.facts.num_prompt(row.slot) - row.start)
+            count = min(row.num_tokens, self.facts.num_coarse(row.slot) - row.start)
             if count > 0:
                 joined = bool(spans) and spans[-1][1] == first
                 spans.append((spans.pop()[0] if joined else first, first + count))
