@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
+from numbers import Integral, Real
+from os import PathLike
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from windlass.errors import ConfigError
@@ -79,14 +81,29 @@ def unknown_option(name: str, known: Sequence[str]) -> str:
     return f"unknown option {name!r}.{hint}"
 
 
+# What a value of a field's type has to be, by the type; bool is an int for Python.
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    str: ((str, PathLike), "a text"),
+}
+
+
 def checked(section: type, name: str, value: Any) -> Any:
-    """Reject a value that is not among a Literal's strings; convert lists, or one item, to tuples."""
+    """Reject a value of another type; convert lists, or one item, to tuples."""
     hint = get_type_hints(section)[name]
     if get_origin(hint) is tuple and isinstance(value, str):
         return (value,)
+    if value is None:
+        return None
     choices = _strings_in(hint)
-    if choices and value is not None and value not in choices:
+    if choices and value not in choices:
         raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}.")
+    for kind, (types, text) in _KINDS.items():
+        is_right = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
+        if hint in (kind, kind | None) and not is_right:
+            raise ConfigError(f"{flag(name)} must be {text}; got {value!r:.100}.")
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -74,7 +74,11 @@ def test_all_fields(tmp_path: Path) -> None:
             {"models": [{"nme": "a", "name": "a"}]},
             "models.0: unknown field 'nme'. Did you mean 'name'?",
         ),
-        ({"models": [{**MODEL, "replicas": {"min": 3, "max": 1}}]}, "min is 3, above max 1"),
+        (
+            {"models": [{**MODEL, "replicas": {"min": 3, "max": 1}}]},
+            "models.0.replicas: min is 3, above max 1.",
+        ),
+        ({"models": [{**MODEL, "replicas": 2.5}]}, "or min: N and max: N; got 2.5."),
         ({"models": [{**MODEL, "replicas": {"mn": 1}}]}, "models.0.replicas: unknown field 'mn'"),
         ({"models": [MODEL, MODEL]}, "two models or adapters of the fleet have the name 'chat'"),
         ({"models": [{"name": "a b"}]}, "a name has up to 64 letters"),
@@ -87,6 +91,19 @@ def test_all_fields(tmp_path: Path) -> None:
             {"models": [{**MODEL, "options": {"max_num_seq": 1}}]},
             "model 'chat': unknown option 'max_num_seq'. Did you mean 'max_num_seqs'?",
         ),
+        (
+            {"models": [{**MODEL, "options": {"max_num_seqs": "many"}}]},
+            "model 'chat': --max-num-seqs must be a whole number; got 'many'.",
+        ),
+        (
+            {"models": [{**MODEL, "options": {"enable_lora": "no"}}]},
+            "--enable-lora must be true or false; got 'no'.",
+        ),
+        (
+            {"models": [{**MODEL, "options": {"memory_share": [0.5]}}]},
+            "--memory-share must be a number; got [0.5].",
+        ),
+        ({"serve": {"hang_timeout": "2 s"}}, "--hang-timeout must be a number; got '2 s'."),
         (
             {"models": [{**MODEL, "options": {"data_parallel_size": 2}}]},
             "data_parallel_size cannot be set here: a fleet has `replicas:`",

@@ -84,8 +84,11 @@ class Replicas(_Part):
     @classmethod
     def _number(cls, value: Any) -> Any:
         """A number is a fixed number of replicas."""
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return {"min": value, "max": value} if is_number else value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"min": value, "max": value}
+        if not isinstance(value, dict | Replicas):
+            raise ValueError("expected a number, or min: N and max: N")
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> Replicas:

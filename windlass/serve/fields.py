@@ -110,5 +110,10 @@ def validation_error(error: ValidationError, *within: str) -> RequestError:
             return RequestError(
                 f"{param} has {count:,} characters; at most {limit:,} are accepted.", param
             )
-    message = _JSON_MESSAGES.get(first["type"], first["msg"])
+        case "value_error" if isinstance(first["input"], dict):  # about several of its fields
+            return RequestError(f"{param}: {context['error']}.", param)
+        case "value_error":
+            message = str(context["error"])  # pydantic's own begins with "Value error"
+        case _:
+            message = _JSON_MESSAGES.get(first["type"], first["msg"])
     return RequestError(f"{param}: {message}; got {abbreviate(first['input'])}.", param)
