@@ -19,6 +19,7 @@ from windlass.build import Built
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import EngineStats, NewRequest
 from windlass.errors import ConfigError
+from windlass.runner.kv_copies import HostBlockCopies
 
 COUNT = 4
 TIER = {"kv_offload_gb": 0.01}
@@ -124,6 +125,28 @@ def test_adapters_do_not_share_records(tmp_path: Path) -> None:
     lora = {"enable_lora": True, "lora_modules": modules, "max_loras": 2, "max_lora_rank": 8}
     run = {"adapters": ("", "a", "b")}
     compare(model, num_blocks=20, load_format="dummy", run=run, **lora)
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_a_copy_that_fails_leaves_no_request_waiting(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_dummy(tmp_path)
+    options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 2, "num_blocks": 20}
+    plain = make(tmp_path, **options)
+    want = converse(plain)
+    stats_of(plain)
+    built = make(tmp_path, **options, **TIER)
+    copy = getattr(HostBlockCopies, name)
+
+    def fail(*_: object) -> None:
+        monkeypatch.setattr(HostBlockCopies, name, copy)  # the next one works
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr(HostBlockCopies, name, fail)
+    assert converse(built) == want
+    (stats,) = stats_of(built).tiers
+    assert stats.num_refused + stats.num_failures > 0
 
 
 def test_a_tier_smaller_than_a_block_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from threading import Event
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -61,13 +61,19 @@ class FakeStore:
 class Device:
     """A KV cache whose block n holds the number n + 1, and its tiers."""
 
-    def __init__(self, num_rows: int, stores: Sequence[FakeStore] = ()) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        stores: Sequence[FakeStore] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         layout = attention_layout([None], num_kv_heads=1, dim=8, block_size=4, dtype=torch.float32)
         self.cache = KVCache(layout, NUM_BLOCKS, torch.float32, torch.device("cpu"))
         for block in range(NUM_BLOCKS):
             self.fill(block, block + 1)
         num_bytes = num_rows * RecordLayout([self.cache]).record_bytes
-        self.tiers = KVTiers(make_block_copies([self.cache], num_bytes), stores)
+        self.copies = make_block_copies([self.cache], num_bytes)
+        self.tiers = KVTiers(self.copies, stores, clock=clock)
 
     def fill(self, block: int, value: float) -> None:
         for pages in self.cache.planes():
@@ -211,3 +217,115 @@ def test_loads_fail_while_writes_hold_all_rows(store: FakeStore) -> None:
     assert device.load((9, 8)) == {b"9": False}
     store.go.set()
     device.tiers.close()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device, str], None]:
+    """Makes the next copy of a device fail, after it has done a part of its work."""
+
+    def break_next(device: Device, name: str) -> None:
+        copy = getattr(device.copies, name)
+
+        def fail(*args: list[int]) -> None:
+            monkeypatch.undo()
+            copy(*(each[:1] for each in args))
+            raise MemoryError("no memory for the ids of blocks")
+
+        monkeypatch.setattr(device.copies, name, fail)
+
+    return break_next
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_copy_to_the_device_that_fails_is_a_miss(
+    store: FakeStore, broken: Callable[[Device, str], None], is_stored: bool
+) -> None:
+    """Its loads end, since requests wait for them, and others get its rows."""
+    device = Device(num_rows=2, stores=[store] if is_stored else [])
+    device.save(1, 2)
+    device.tiers.close()
+    if is_stored:
+        device = Device(num_rows=2, stores=[store])
+    broken(device, "write")
+    # Both copies, where records of a store do not arrive together, or the first one.
+    found = device.load((1, 8), (2, 9))
+    assert not all(found.values())
+    assert device.tiers.stats()[is_stored].num_failures == list(found.values()).count(False)
+    assert device.load((1, 8), (2, 9)) == {b"1": True, b"2": True}
+    assert (device.content(8), device.content(9)) == ({2.0}, {3.0})
+    device.save(3, 4)
+    assert device.load((3, 8), (4, 9)) == {b"3": True, b"4": True}
+    device.tiers.close()
+
+
+def test_a_copy_to_the_host_that_fails_stores_nothing(
+    broken: Callable[[Device, str], None],
+) -> None:
+    device = Device(num_rows=2)
+    broken(device, "read")
+    device.save(1, 2)
+    assert not device.tiers.is_saving
+    assert device.tiers.stats()[0].num_refused == 2
+    assert device.load((1, 8)) == {b"1": False}
+    device.save(3, 4)
+    assert device.load((3, 8), (4, 9)) == {b"3": True, b"4": True}
+    device.tiers.close()
+
+
+def test_a_store_that_does_not_answer_is_a_miss_and_is_used_again_when_it_does(
+    store: FakeStore,
+) -> None:
+    now = 0.0
+    first = Device(num_rows=8, stores=[store])
+    first.save(*range(8))
+    first.tiers.close()
+    device = Device(num_rows=3, stores=[store], clock=lambda: now)
+    store.go.clear()
+    pairs = [(n, 8 + n) for n in range(4)]  # more than there are rows
+    device.tiers.apply(StepPlan([], loads=[(b"%d" % n, BlockId(to)) for n, to in pairs]))
+    now = 9.0
+    assert device.tiers.poll() == []
+    now = 10.0
+    assert device.wait(4) == {b"%d" % n: False for n in range(4)}
+    assert device.tiers.find(b"1") is None  # no further request waits for it
+    assert device.tiers.stats()[1].num_failures == 4
+    store.go.set()
+    while device.tiers.find(b"7") is None:
+        device.tiers.poll()
+    # The records that came too late are those of the host, and no block was written.
+    assert sorted(n for n in range(4) if device.tiers.find(b"%d" % n) == 0) == [1, 2, 3]
+    assert [device.content(to) for _, to in pairs] == [{float(to + 1)} for _, to in pairs]
+    assert device.load((0, 8), (1, 9)) == {b"0": True, b"1": True}
+    assert (device.content(8), device.content(9)) == ({1.0}, {2.0})
+    device.tiers.close()
+
+
+def test_loads_go_on_where_the_system_starts_no_more_threads(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each record is read once: a second read would fill a row that is another record's by then."""
+    first = Device(num_rows=4, stores=[store])
+    first.save(0, 1)
+    first.tiers.close()
+    device = Device(num_rows=2, stores=[store])
+    reads: list[bytes] = []
+    go, get = Event(), store.get
+
+    def slow(key: bytes, out: memoryview) -> bool:
+        reads.append(key)
+        return (key != b"0" or go.wait()) and get(key, out)
+
+    def start(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(store, "get", slow)
+    device.tiers.apply(StepPlan([], loads=[(b"0", BlockId(8))]))
+    while not reads:
+        time.sleep(0)
+    monkeypatch.setattr(Thread, "start", start)
+    assert device.load((1, 9)) == {b"1": True}  # by another thread
+    go.set()
+    assert device.wait(1) == {b"0": True}
+    device.tiers.close()
+    assert reads == [b"0", b"1"]
+    assert (device.content(8), device.content(9)) == ({1.0}, {2.0})

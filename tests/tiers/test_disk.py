@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -444,6 +445,34 @@ def test_a_read_error_is_a_miss(
     assert len(caplog.records) == 1
     assert store.stats().corrupt == 2
     assert store.stats().misses == 2
+
+
+def test_a_disk_that_hangs_does_not_hold_back_the_counters(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's loop reads them between two steps."""
+    store = open_store(num_records=1)
+    put(store, 1)
+    is_hung, go, unlink = threading.Event(), threading.Event(), os.unlink
+
+    def hang(path: str) -> None:
+        is_hung.set()
+        go.wait()
+        unlink(path)
+
+    monkeypatch.setattr("windlass.tiers.disk_index.os.unlink", hang)
+    writer = threading.Thread(target=put, args=(store, 2))
+    writer.start()
+    is_hung.wait()
+    found: list[int] = []
+    reader = threading.Thread(target=lambda: found.append(store.stats().writes))
+    reader.start()
+    reader.join(60)
+    go.set()
+    writer.join()
+    reader.join()
+    assert found == [1]
+    assert store.stats().writes == 2
 
 
 # ---- killed writers --------------------------------------------------------------------------

@@ -59,6 +59,9 @@ class HostBlockCopies:
             np.copyto(page, part)
         return DONE
 
+    def wait(self) -> None:
+        pass
+
     def storages(self) -> Iterator[Held]:
         return self.rows.storages()
 

@@ -57,6 +57,10 @@ class BlockCopies(Protocol):
         """Copy rows into blocks. Steps that were submitted before may still use the blocks."""
         ...
 
+    def wait(self) -> None:
+        """Block until all copies that were started are complete."""
+        ...
+
     def storages(self) -> Iterator[Held]: ...
 
     def close(self) -> None:

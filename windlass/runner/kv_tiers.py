@@ -7,6 +7,9 @@ Rows of host memory are the host tier, and the way to and from all others:
 
 Copies are started by the thread that submits steps, and never waited for. Core decides what is saved
 and loaded (core/tiers.py). Every rank has the records of its slice; a load counts when all ranks have it.
+
+Every load ends, since requests wait for it: a copy or a store that fails is a miss, and so is a read
+of a store that does not answer.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
-from threading import BoundedSemaphore
+from queue import SimpleQueue
+from threading import BoundedSemaphore, Event
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,6 +54,7 @@ _MAX_WRITES = 512  # records that wait to be written to one store; more are refu
 _RECENT = 0.2  # weight of the last measurement
 _MAX_INCOMPLETE = 65_536  # keys; a load of one that was forgotten fails once more
 _FORGET_S = 60.0  # half-life of a measured rate: a store that was slow once is tried again
+_STUCK_S = 10.0  # a store that reads nothing for so long does not answer
 
 
 class _Record(NamedTuple):
@@ -98,13 +102,48 @@ class _SlowTier(_Tier):
 
     def __init__(self, store: BlockStore) -> None:
         super().__init__(store)
-        self.readers = ThreadPoolExecutor(_NUM_READERS, f"windlass-{store.name}-read")
-        self.writer = ThreadPoolExecutor(1, f"windlass-{store.name}-write")
+        self.readers = _threads(_NUM_READERS, f"windlass-{store.name}-read")
+        self.writer = _threads(1, f"windlass-{store.name}-write")
         self.room = BoundedSemaphore(_MAX_WRITES)  # for further writes
+        self.reads: dict[int, _Record] = {}  # in progress, by row
+        self.late: set[int] = set()  # rows of reads that nothing waits for any more
+        self.answered_at = 0.0  # the end of the last read, or the start of the first one
 
     def lacks(self, key: bytes) -> bool:
         """Whether the store would take a record."""
         return not self.store.contains(key)
+
+    def read(self, record: _Record, work: Callable[[], None], now: float) -> None:
+        """Start a read, and note that it is in progress."""
+        if not self.reads:
+            self.answered_at = now
+        self.reads[record.row] = record
+        _submit(self.readers, work)
+
+    def ended(self, record: _Record, now: float) -> bool:
+        """A read has ended. False: nothing waits for it."""
+        self.answered_at = now
+        if record.row not in self.late:
+            del self.reads[record.row]
+            return True
+        self.late.discard(record.row)
+        if not self.late:
+            _log.warning("the %s tier answers again.", self.store.name)
+        return False
+
+    def give_up(self, now: float) -> list[_Record]:
+        """The reads that nothing waits for any more, since the store does not answer."""
+        if not self.reads or now - self.answered_at < _STUCK_S:
+            return []
+        found = list(self.reads.values())
+        _log.warning(
+            "the %s tier has read no KV block for %.0f s: %d blocks are computed instead, and it is "
+            "not used until it answers.",
+            *(self.store.name, _STUCK_S, len(found)),
+        )
+        self.reads.clear()
+        self.late.update(record.row for record in found)
+        return found
 
     def close(self) -> None:
         self.readers.shutdown(cancel_futures=True)
@@ -151,9 +190,15 @@ class KVTiers:
     """Owns the stores, their threads, and the copies in progress. Implements core's `TierStores`."""
 
     def __init__(
-        self, copies: BlockCopies, others: Sequence[BlockStore] = (), *, host_record_s: float = 0.0
+        self,
+        copies: BlockCopies,
+        others: Sequence[BlockStore] = (),
+        *,
+        host_record_s: float = 0.0,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         """`others`: slower stores, in order. `host_record_s`: measured seconds of one copy."""
+        self._clock = clock
         self._copies = copies
         self._host = HostStore(copies.rows)
         self._slow = [_SlowTier(store) for store in others]
@@ -166,7 +211,6 @@ class KVTiers:
         self._saving: deque[_Saving] = deque()
         self._writing: deque[_Writing] = deque()
         self._queued: deque[tuple[bytes, BlockId, int]] = deque()  # wait for a row
-        self._num_fetching = 0
         self._fetched: SimpleQueue[_Record] = SimpleQueue()
         self._ended: list[tuple[bytes, bool]] = []
         self._others: _OtherRanks | None = None
@@ -201,8 +245,10 @@ class KVTiers:
     def find(self, key: bytes) -> int | None:
         if self._others is not None and key in self._others.incomplete:
             return None
-        for number, tier in enumerate(self._tiers):
-            if tier.store.contains(key):
+        if self._host.contains(key):
+            return 0
+        for number, tier in enumerate(self._slow, 1):
+            if not tier.late and tier.store.contains(key):
                 return number
         return None
 
@@ -250,9 +296,18 @@ class KVTiers:
                 continue
             blocks.append(block)
             rows.append((key, row))
-        if blocks:
+        if not blocks:
+            return
+        try:
             copy = self._copies.read(blocks, [row for _, row in rows])
-            self._saving.append(_Saving(copy, rows))
+        except Exception:  # the border of a tier: what it fails to store is not stored
+            _log.exception("%d KV blocks could not be copied to host memory", len(blocks))
+            self._tiers[0].num_refused += len(blocks)
+            self._copies.wait()  # for what was started
+            for _, row in rows:
+                self._host.free(row)
+            return
+        self._saving.append(_Saving(copy, rows))
 
     def _write_behind(self, key: bytes) -> None:
         """Put a record of the host into the other stores, unless too many are waiting."""
@@ -304,10 +359,10 @@ class KVTiers:
             if row is None:
                 break
             key, block, number = self._queued.popleft()
-            self._num_fetching += 1
             record = _Record(key, row, block, number)
-            _submit(self._slow[number - 1].readers, partial(self._fetch, record))
-        if self._queued and not (self._num_fetching or self._writing or self._saving):
+            self._slow[number - 1].read(record, partial(self._fetch, record), self._clock())
+        is_moving = self._writing or self._saving or any(tier.reads for tier in self._slow)
+        if self._queued and not is_moving:
             # Writes to other stores pin all rows.
             for key, _, number in self._queued:
                 self._fail(key, number)
@@ -328,7 +383,16 @@ class KVTiers:
             return
         rows, blocks = [each.row for each in records], [each.block for each in records]
         began = perf_counter()
-        copy = self._copies.write(rows, blocks)
+        try:
+            copy = self._copies.write(rows, blocks)
+        except Exception:  # the border of a tier: a failed load is a miss
+            _log.exception("%d KV blocks could not be copied to the device", len(blocks))
+            for record in records:
+                self._fail(record.key, record.tier)
+            self._copies.wait()  # for what was started: others may get the blocks
+            for record in records:
+                self._release(record)
+            return
         if copy.done():  # on a CPU; else the end is seen later than it was, at the next plan
             self._tiers[0].measure((perf_counter() - began) / len(records))
         self._writing.append(_Writing(copy, records))
@@ -352,33 +416,52 @@ class KVTiers:
             for key, row in self._saving.popleft().rows:
                 self._host.commit(row, key)
                 self._write_behind(key)
-        fetched = []
-        while self._num_fetching:
-            try:
-                record = self._fetched.get_nowait()
-            except Empty:
-                break
-            self._num_fetching -= 1
-            if record.ok:
-                self._tiers[record.tier].measure(record.seconds / _NUM_READERS)
-                fetched.append(record)
-            else:
-                self._host.free(record.row)
-                self._fail(record.key, record.tier)
-        self._write(fetched)
+        self._write(self._take_fetched())
+        for number, tier in enumerate(self._slow, 1):
+            if tier.reads and (late := tier.give_up(self._clock())):
+                self._give_up(number, late)
         while self._writing and self._writing[0].copy.done():
             self._finish(self._writing.popleft())
         if self._queued:
             self._fetch_queued()
 
+    def _take_fetched(self) -> list[_Record]:
+        """The records that threads have read into rows, and that loads wait for."""
+        fetched = []
+        while not self._fetched.empty():
+            record = self._fetched.get()
+            is_awaited = self._slow[record.tier - 1].ended(record, self._clock())
+            if record.ok and is_awaited:
+                self._tiers[record.tier].measure(record.seconds / _NUM_READERS)
+                fetched.append(record)
+            elif record.ok:
+                self._host.commit(record.row, record.key)
+            else:
+                self._host.free(record.row)
+                if is_awaited:
+                    self._fail(record.key, record.tier)
+        return fetched
+
+    def _give_up(self, number: int, late: list[_Record]) -> None:
+        """Fail the loads from a store that does not answer. It still fills the rows of `late`."""
+        for record in late:
+            self._fail(record.key, number)
+        for key, _, _ in (each for each in self._queued if each[2] == number):
+            self._fail(key, number)
+        self._queued = deque(each for each in self._queued if each[2] != number)
+
     def _finish(self, writing: _Writing) -> None:
         for record in writing.records:
             self._tiers[record.tier].num_loads += 1
-            if record.tier:
-                self._host.commit(record.row, record.key)
-            else:
-                self._host.unpin(record.row)
+            self._release(record)
             self._ended.append((record.key, True))
+
+    def _release(self, record: _Record) -> None:
+        """Let others use the row of a record that is whole."""
+        if record.tier:
+            self._host.commit(record.row, record.key)
+        else:
+            self._host.unpin(record.row)
 
     def encode_ended(self) -> bytes:
         """On other ranks than 0: whether saves are in progress, and the loads that have ended."""
@@ -429,6 +512,17 @@ class KVTiers:
         for tier in self._slow:
             tier.close()
         self._copies.close()
+
+
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Threads that run from now on: the pool's own would be started by later calls, which may fail."""
+    threads, go = ThreadPoolExecutor(count, name), Event()
+    try:
+        for _ in range(count):
+            threads.submit(go.wait)
+    finally:
+        go.set()
+    return threads
 
 
 def _submit(threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:

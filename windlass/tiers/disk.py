@@ -154,14 +154,16 @@ class DiskStore:
         return True
 
     def stats(self) -> StoreStats:
-        """Counters of this store; the records and bytes are those of the whole directory."""
-        with self._lock:
-            return StoreStats(
-                **self._counts,
-                num_records=len(self._index),
-                num_bytes=self._index.num_bytes,
-                max_bytes=self._max_bytes,
-            )
+        """Counters of this store; the records and bytes are those of the whole directory.
+
+        The engine's loop calls it, which must not wait for the lock: its holder may wait for the disk.
+        """
+        return StoreStats(
+            **self._counts,
+            num_records=len(self._index),
+            num_bytes=self._index.num_bytes,
+            max_bytes=self._max_bytes,
+        )
 
     def refresh(self, *, all_models: bool = False) -> None:
         """Find records that other engines have written, of this model or of all models."""

@@ -139,9 +139,12 @@ class StreamedBlockCopies:
         yield from held("KV offload", self._writing)  # reads use the same memory
         yield from self.rows.storages()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         for stream in (self._streams.reads, self._streams.writes):
             stream.mark().wait()
+
+    def close(self) -> None:
+        self.wait()
         self.rows.close()
 
     def _parts(
