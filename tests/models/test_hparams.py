@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.tiny import CONFIG, config
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.models.families.registry import read_hparams
+from windlass.models.families.registry import ARCHITECTURES, read_hparams
+from windlass.models.nearest import NEAREST
 
 
 def test_llama_is_read_with_its_defaults():
@@ -79,6 +82,20 @@ def test_all_spellings_of_rope_scaling_are_equal(changes):
 )
 def test_rope_scaling_extends_the_context(rope, longest):
     assert read_hparams(config(rope_scaling=rope)).max_positions == longest
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_contexts_end_where_dual_chunk_attention_begins(architecture: str) -> None:
+    sizes = {"max_position_embeddings": 1_010_000, "architectures": [architecture]}
+    chunks = {"chunk_size": 262_144, "original_max_position_embeddings": 262_144}
+    config = {**CONFIG, **sizes, "dual_chunk_attention_config": chunks}
+    assert read_hparams(config).max_positions == 262_144
+
+
+def test_the_NEAREST_are_supported() -> None:
+    named = {name for text in NEAREST.values() for name in re.findall(r"\w+For\w+", text)}
+    assert named
+    assert named <= set(ARCHITECTURES)
 
 
 def test_layer_types_select_sliding_windows():

@@ -48,7 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
     "GraniteMoe": EXPERTS | {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "GraniteSWA": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "Helium": {},
-    "HunYuanDenseV1": {},
+    "HunYuanDenseV1": {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 1000.0,
+            "factor": 1.0,
+        }
+    },
     "NanoChat": {},
     "OPT": {"ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "Persimmon": {"num_key_value_heads": None},
@@ -187,8 +194,8 @@ REFUSED = {
         {"alibi": True, "head_dim": None},
         "does not go through transformers' attention functions",
     ),
-    "mamba": ({}, "keeps other state than keys and values"),
-    "qwen3_next": ({}, "keeps other state than keys and values"),
+    "mamba": ({}, r"keeps other state than keys and values.* nearest that runs is Granite 4 H"),
+    "qwen3_next": ({}, r"keeps other state than keys and values.* nearest that runs is Qwen 3"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "types conv keep other state"),
     "bart": (
         {"is_encoder_decoder": False, "is_decoder": True, "decoder_layers": 2},
@@ -204,12 +211,25 @@ REFUSED = {
     "deepseek_v32": ({}, "types indexed_attention keep other state"),
     "moshi": ({}, "reads more than text"),
     "apertus": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            }
+        },
         "depends on the longest sequence",
     ),
     "t5": ({}, "not a causal language model of transformers"),
     "clip": ({}, "not a causal language model of transformers"),
     "nothing": ({}, "neither an architecture of Windlass nor of the installed transformers"),
+    "chatglm": (
+        {"auto_map": {"AutoConfig": "code.Config"}},
+        "is never executed.* nearest that runs is the version whose name ends with -hf",
+    ),
+    "llama4": ({}, "The nearest that runs is Llama 3.3"),
     "remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "is never executed"),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.hparams import HParams, NormHParams
+from windlass.models.nearest import nearest
 from windlass.models.rope_config import RopeConfig
 from windlass.models.transformers_model import TransformersModel
 
@@ -21,8 +22,9 @@ _INSTALL = "pip install 'windlass-llm[transformers]'"
 _FORMATS = ("quantization_config", "compression_config")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OTHER_INPUTS = ("vision", "audio", "image", "video", "speech")
-# The frequencies of these depend on the longest row of a batch.
-_BATCH_ROPE = ("dynamic", "longrope")
+# Its frequencies depend on the longest row of a batch. Those of "dynamic" do only beyond
+# max_position_embeddings, where contexts end.
+_BATCH_ROPE = ("longrope",)
 
 
 def read_transformers(values: Mapping[str, Any], source: str) -> HParams:
@@ -38,17 +40,19 @@ def read_transformers(values: Mapping[str, Any], source: str) -> HParams:
             raise UnsupportedError(
                 f"{source}: {name} needs the Python code of its repository (auto_map), which is never "
                 "executed. Use a model of an architecture that transformers has itself."
+                f"{nearest(str(model_type))}"
             )
         raise UnsupportedError(
             f"{source}: {name} is neither an architecture of Windlass nor of the installed "
             f"transformers (model_type {model_type!r}). A newer transformers may have it."
+            f"{nearest(str(model_type))}"
         )
     class_name = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if class_name is None or (values.get("architectures") and name != class_name):
         instead = f" Its causal language model is {class_name}." if class_name else ""
         raise UnsupportedError(
             f"{source}: {name} is not a causal language model of transformers, and only those can run."
-            f"{instead} Text-only decoders, such as LlamaForCausalLM, work."
+            f"{instead} Text-only decoders, such as LlamaForCausalLM, work.{nearest(str(model_type))}"
         )
     return _read(values, source, class_name)
 
@@ -85,9 +89,11 @@ def _read(values: Mapping[str, Any], source: str, class_name: str) -> HParams:
         _check(config)
         found = _probed(class_name, json.dumps(plain, sort_keys=True))
     except Refused as refused:
+        kind = str(values.get("model_type") or class_name)
         raise UnsupportedError(
             f"{source}: {class_name} cannot run: {refused}. Windlass has no implementation of its own, "
             "and transformers' code runs only for decoders whose tokens meet in causal attention."
+            f"{nearest(kind)}"
         ) from refused
     layer, max_positions = found.layers[0], _max_positions(config, source)
     dtype = getattr(config, "dtype", None)

@@ -25,7 +25,9 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_VERSION_TIMEOUT_S = 60  # compiling has no limit: the largest source takes a minute of CPU time on a fast machine
+_VERSION_TIMEOUT_S = (
+    60  # compiling has no limit: the largest source takes a minute of CPU time on a fast machine
+)
 
 
 class NativeUnavailable(UnsupportedError):

@@ -34,13 +34,25 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
+def _without_chunks(fields: Fields, hparams: HParams) -> HParams:
+    """Contexts end where dual chunk attention (Qwen 2.5 1M) begins to change positions."""
+    chunks = fields.mapping("dual_chunk_attention_config")
+    if not chunks:
+        return hparams
+    found = Fields(chunks, f"{fields.source} (dual_chunk_attention_config)")
+    name = "original_max_position_embeddings"
+    limit = found.positive_int(name, found.positive_int("chunk_size", 262_144))
+    return replace(hparams, max_positions=min(hparams.max_positions, limit))
+
+
 def _qwen2(fields: Fields, architecture: str) -> HParams:
-    return read_decoder(fields, architecture, windows=_windows(fields), qkv_bias=True)
+    hparams = read_decoder(fields, architecture, windows=_windows(fields), qkv_bias=True)
+    return _without_chunks(fields, hparams)
 
 
 def _qwen3(fields: Fields, architecture: str) -> HParams:
     bias = fields.flag("attention_bias", False)
-    return read_decoder(
+    hparams = read_decoder(
         fields,
         architecture,
         head_dim=128,
@@ -49,6 +61,7 @@ def _qwen3(fields: Fields, architecture: str) -> HParams:
         o_bias=bias,
         qk_norm="head",
     )
+    return _without_chunks(fields, hparams)
 
 
 def _moe_layers(fields: Fields) -> tuple[bool, ...]:

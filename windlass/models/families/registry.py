@@ -11,6 +11,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.base import Family
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
+from windlass.models.nearest import nearest
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
@@ -111,7 +112,7 @@ def gguf_architecture(name: str, source: str) -> str:
     if name not in _GGUF:
         raise UnsupportedError(
             f"{source}: GGUF architecture {name!r} is not supported. "
-            f"Supported: {', '.join(_GGUF)}.{_closest(name, _GGUF)}"
+            f"Supported: {', '.join(_GGUF)}.{nearest(name) or _closest(name, _GGUF)}"
         )
     return _GGUF[name]
 
