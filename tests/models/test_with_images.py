@@ -21,8 +21,8 @@ TEXT: dict[str, Any] = {**TINY, "head_dim": 16}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 64,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,

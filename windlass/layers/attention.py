@@ -22,6 +22,19 @@ from windlass.quant.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreGrowth:
+    """Scores of a query at position p are multiplied by 1 + beta * log(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The factor of each position, float32."""
+        periods = torch.div(positions, self.length, rounding_mode="floor").float()
+        return 1 + self.beta * torch.log1p(periods)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Sizes and options of one attention layer."""
 
@@ -42,6 +55,7 @@ class AttentionShape:
     qk_norm: Literal["head", "each_head", "whole"] | None = None
     norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
     float32_norms: bool = False  # the weights of q and k norms are kept in float32
+    growth: ScoreGrowth | None = None
 
 
 class AttentionLayer(nn.Module):
@@ -164,6 +178,8 @@ class Attention(AttentionLayer, ShardedRows):
         qkv = self.qkv_proj.raw(batch.all_tokens(x), batch.adapters)
         if self.shape.qk_norm == "whole":
             qkv = self._normalise_whole(qkv)
+        if self.shape.growth is not None:
+            qkv = self._scaled_queries(qkv, self.shape.growth.of(batch.positions))
         options = replace(self._options, sinks=self.sinks)
         rope = RopeOptions(
             cos_sin=cos_sin if self.shape.rope else None,
@@ -183,6 +199,15 @@ class Attention(AttentionLayer, ShardedRows):
             eps=self.shape.norm_eps,
             kind=self.shape.norm_kind,
         )
+
+    def _scaled_queries(self, qkv: Outputs, factors: Tensor) -> Tensor:
+        """Multiply the query heads of each token by its factor; rotations do not change lengths."""
+        if isinstance(qkv, UnscaledOutputs):
+            qkv = qkv.scaled()
+        q, kv = qkv.split(
+            [n * self.heads.dim for n in (self.heads.num_q, 2 * self.heads.num_kv)], -1
+        )
+        return torch.cat([q * factors[:, None].to(q.dtype), kv], dim=-1)
 
     def _normalise_whole(self, qkv: Outputs) -> Tensor:
         """Normalise q and k over the heads of all ranks; replicated kv heads count once."""

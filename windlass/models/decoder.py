@@ -26,7 +26,7 @@ from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.token_split import TokenSplit
-from windlass.layers.attention import Attention, AttentionShape
+from windlass.layers.attention import Attention, AttentionShape, ScoreGrowth
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.expert_combine import ExpertSpread
 from windlass.layers.head import Head
@@ -276,7 +276,7 @@ def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Att
         )
     return Attention(
         index=kv_index,
-        shape=_attention_shape(index, hparams),
+        shape=_attention_shape(index, hparams, parts.max_positions),
         method_for=method_for,
         ops=parts.ops,
         group=parts.mesh.tp,
@@ -311,7 +311,14 @@ def _state_sizes(hparams: HParams, mesh: Mesh) -> dict[int, int]:
     return {layer: size for layer in range(hparams.num_layers) if hparams.is_mamba(layer)}
 
 
-def _attention_shape(index: int, hparams: HParams) -> AttentionShape:
+def _growth(rope: RopeConfig | None, max_positions: int) -> ScoreGrowth | None:
+    """The growth of the scores with the position; None if no position is beyond the original context."""
+    if rope is None or rope.score_beta is None or max_positions <= rope.original_max_positions:
+        return None
+    return ScoreGrowth(rope.score_beta, rope.original_max_positions)
+
+
+def _attention_shape(index: int, hparams: HParams, max_positions: int) -> AttentionShape:
     return AttentionShape(
         hidden_size=hparams.hidden_size,
         heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
@@ -327,6 +334,7 @@ def _attention_shape(index: int, hparams: HParams) -> AttentionShape:
         qk_norm=hparams.qk_norm,
         norm_kind=hparams.qk_norm_kind,
         float32_norms=hparams.norm.float32,
+        growth=_growth(hparams.rope_of(index), max_positions),
     )
 
 

@@ -39,6 +39,9 @@ class RopeConfig:
     # longrope of Phi-MoE: the scales of cos and sin with these factors, instead of attention_factor
     short_mscale: float | None = None
     long_mscale: float | None = None
+    # Ministral 3: scores of a query at position p are multiplied by 1 + beta * log(1 + floor(p /
+    # original_max_positions)).
+    score_beta: float | None = None
 
     @classmethod
     def from_hf(
@@ -85,6 +88,7 @@ class RopeConfig:
             long_factors=_factors(rope, "long_factor", dim, required=kind == "longrope"),
             short_mscale=rope.number_or_none("short_mscale"),
             long_mscale=rope.number_or_none("long_mscale"),
+            score_beta=rope.number_or_none("llama_4_scaling_beta"),
         )
 
     def max_context(self, max_positions: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from windlass.models.families.base import Family, layer_windows, read_decoder
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
@@ -28,10 +26,6 @@ _MINISTRAL3_ROPE = {
 
 
 def _ministral3(fields: Fields, architecture: str) -> HParams:
-    """llama_4_scaling_beta scales the scores of positions beyond the original context.
-
-    Attention has no such scale, so the context ends there.
-    """
     fields = fields.with_defaults(
         {
             "head_dim": 128,
@@ -40,11 +34,7 @@ def _ministral3(fields: Fields, architecture: str) -> HParams:
             "sliding_window": None,
         }
     )
-    hparams = _ministral(fields, architecture)
-    if not fields.mapping("rope_parameters").get("llama_4_scaling_beta"):
-        return hparams
-    limit = min(hparams.max_positions, hparams.rope.original_max_positions)
-    return replace(hparams, max_positions=limit)
+    return _ministral(fields, architecture)
 
 
 MINISTRAL = Family(model_type="ministral", read=_ministral)
