@@ -208,6 +208,22 @@ def test_other_keywords_are_refused_or_dropped(keyword: str) -> None:
     assert accepts(schema, {"a/b": value})
 
 
+def test_a_schema_of_listed_names_is_adapted_once() -> None:
+    schema: dict[str, Any] = {"not": {}}
+    for _ in range(60):  # for each name alone: 2**60 schemas
+        schema = {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": schema}
+    adapted = adapt(schema)
+    assert adapted.schema["properties"]["a"] is adapted.schema["properties"]["b"]
+    assert len(adapted.unsupported) == 1
+
+
+def test_what_is_not_enforced_is_named_within_limits() -> None:
+    properties = {str(i): {"not": {}} for i in range(1000)}
+    unsupported = adapt({"properties": {"a" * 50_000: {"properties": properties}}}).unsupported
+    assert len(unsupported) == 64
+    assert sum(map(len, unsupported)) < 16_384
+
+
 def test_keywords_without_effect_are_no_problem() -> None:
     schema = {"type": "array", "items": NUMBER, "uniqueItems": False, "$dynamicAnchor": "a"}
     assert adapt(schema).unsupported == ()

@@ -49,6 +49,7 @@ _UNSUPPORTED = {
 }
 # Have no effect alone.
 _INERT = ("$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains", "then", "else")
+_MAX_NOTES, _MAX_PATH_CHARS = 64, 200  # of what is not enforced; a client decides both
 _UUID = re.compile(r"uuid[1-8]")
 _LOOKAROUND = re.compile(r"(?<!\\)\(\?(?:[=!]|<[=!])")
 # Begins the pattern of a decimal number that Pydantic writes: the text has a digit.
@@ -57,7 +58,10 @@ _HAS_DIGIT = "(?!^[-+.]*$)"
 
 @dataclass(frozen=True, slots=True)
 class AdaptedSchema:
-    """A schema that llguidance compiles, and what it does not enforce, e.g. "not at #/properties/a"."""
+    """A schema that llguidance compiles, and what it does not enforce, e.g. "not at #/properties/a".
+
+    Of the latter, the first 64. Schemas of several properties may be one object.
+    """
 
     schema: Schema
     unsupported: tuple[str, ...]
@@ -92,12 +96,21 @@ class _Adapter:
         self._root = root
         # Closing a part of a combination would forbid the properties of the others.
         self._may_close = not _mentions_all_of(root)
+        # Results with their schemas, which keeps the ids unique. Listed property names share one schema:
+        # adapting it for each name would take exponential time where such schemas are nested.
+        self._adapted: dict[tuple[int, bool], tuple[Schema, Schema]] = {}
         self.unsupported: list[str] = []
 
     def schema(self, given: Any, path: str, is_part: bool = False) -> Any:
         """Adapt one schema; `is_part`: another schema holds for the same value."""
         if not isinstance(given, dict):
             return given
+        key = (id(given), is_part)
+        if key not in self._adapted:
+            self._adapted[key] = (given, self._adapt(given, path, is_part))
+        return self._adapted[key][1]
+
+    def _adapt(self, given: Schema, path: str, is_part: bool) -> Schema:
         out = dict(given)
         if self._may_close and not is_part:
             _close(out)
@@ -122,7 +135,9 @@ class _Adapter:
         return out
 
     def _note(self, keyword: str, path: str) -> None:
-        self.unsupported.append(f"{keyword} at {path}")
+        if len(self.unsupported) < _MAX_NOTES:
+            shown = path if len(path) <= _MAX_PATH_CHARS else f"{path[:_MAX_PATH_CHARS]}…"
+            self.unsupported.append(f"{keyword} at {shown}")
 
     def _drop(self, out: Schema, path: str) -> None:
         for name, parts in _UNSUPPORTED.items():
