@@ -163,6 +163,11 @@ BROKEN = [
 ]
 
 
+DEEP = "[" * 3000 + "]" * 3000
+# Values that json.loads refuses with a RecursionError, or accepts although no response can contain them.
+HOSTILE = [DEEP, "NaN", "-Infinity", "1e999", r'"\ud800"', "9" * 6000, "'\\ud800'"]
+
+
 def options_of(name: str, **fields: Any) -> ParsingOptions:
     return ParsingOptions(dialect=DIALECTS[name], tools=TOOLS, **fields)
 
@@ -208,6 +213,27 @@ def test_broken_calls_end(name: str, text: str) -> None:
     """They are content or a call without its end, and the same for any chunking."""
     whole = without_ids(parse(text, options_of(name)))
     assert without_ids(in_chunks(text, list(range(len(text))), options_of(name))) == whole
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: value[:8])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_values_that_no_response_can_contain(name: str, value: str) -> None:
+    """They are text, or arguments as the model wrote them."""
+    for text, _ in CALLS[name]:
+        for hostile in (text.replace(JSON, value), text.replace("3", value).replace('"now"', value)):
+            message = parse(hostile, options_of(name))
+            names = [call.name for call in message.calls]
+            json.dumps([message.content, names], ensure_ascii=False).encode()
+            for call in message.calls:
+                call.arguments.encode()
+                json.dumps(call.values, allow_nan=False, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("value", HOSTILE[:5], ids=lambda value: value[:8])
+def test_a_parameter_that_is_no_json_is_text(value: str) -> None:
+    text = f"<tool_call><function=now><parameter=a>{value}</parameter></function></tool_call>"
+    (call,) = parse(text, options_of("qwen3_coder")).calls
+    assert json.loads(call.arguments) == {"a": value}
 
 
 @pytest.mark.parametrize(("name", "text", "_content"), EXAMPLES)

@@ -6,8 +6,7 @@ whole output is an object or an array, or it is no call. Grammars of required ca
 
 from __future__ import annotations
 
-import json
-
+from windlass.text.parsing import model_json
 from windlass.text.parsing.call_grammar import CallGrammar
 from windlass.text.parsing.dialect import Dialect
 from windlass.text.parsing.output import Call, OutputSink
@@ -93,7 +92,7 @@ def _arguments(reader: Reader, sink: Sink) -> Steps[None]:
         return
     text = yield from json_text(reader)
     try:
-        sink(json.loads(text, strict=False))
+        sink(model_json.decode(text))
     except ValueError:
         sink(text)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.text.parsing import model_json
+
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -77,7 +79,7 @@ class ToolSet:
         schema = properties.get(parameter, {}) if isinstance(properties, dict) else {}
         if isinstance(schema, dict) and schema.get("type") != "string":
             try:
-                return json.dumps(json.loads(text), ensure_ascii=False)
+                return model_json.encode(model_json.decode(text))
             except ValueError:
                 pass
         return json.dumps(text, ensure_ascii=False)
@@ -166,9 +168,9 @@ class ToolCall:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments as an object; {} for a call that was cut, or whose arguments are no object."""
+        """The arguments as an object; {} for a call that was cut, or whose arguments are no JSON object."""
         try:
-            values = json.loads(self.arguments)
+            values = model_json.decode(self.arguments)
         except ValueError:
             return {}
         return values if isinstance(values, dict) else {}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.text.parsing import model_json
 from windlass.text.parsing.call_grammar import (
     CallGrammar,
     Schema,
@@ -83,7 +84,7 @@ def _arguments(source: str) -> str | None:
             if keyword.arg is None:
                 return None
             values[keyword.arg] = ast.literal_eval(keyword.value)
-        return json.dumps(values, ensure_ascii=False)
+        return model_json.encode(values)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -7,11 +7,12 @@ characters that it has seen, or on the end of the text.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+from windlass.text.parsing import model_json
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields when it needs more text, and returns a T
@@ -175,6 +176,6 @@ def json_string(reader: Reader) -> Steps[str | None]:
     if (yield from reader.peek()) != '"':
         return None
     try:
-        return str(json.loads((yield from json_text(reader)), strict=False))
+        return str(model_json.decode((yield from json_text(reader))))
     except ValueError:
         return None
