@@ -11,6 +11,7 @@ from windlass.config import SchedulerConfig
 from windlass.core.blocks import BlockPool
 from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
+from windlass.core.request import Request
 from windlass.core.scheduler import Scheduler
 from windlass.core.slo import NO_LIMITS, SloController, SloTargets, StepTimes
 from windlass.core.trace import BLOCKERS, SLO
@@ -80,6 +81,10 @@ class Device:
         return sorted(self.steps[-num_steps:])
 
     @property
+    def running(self) -> list[Request]:
+        return self.scheduler._running
+
+    @property
     def stats(self) -> SloStats:
         stats = self.scheduler.stats().slo
         assert stats is not None
@@ -98,6 +103,25 @@ def test_steps_keep_the_target_when_long_prompts_arrive() -> None:
     # And the time is used: 22 ms beside 8 to 12 rows are about 100 tokens.
     assert steps[len(steps) // 2] > 0.034
     assert 60 < device.stats.num_prompt_tokens < 120
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    device = Device(tpot_ms=40)
+    for _ in range(4):
+        device.add(8)
+    device.run(100)
+    device.add(4000)
+    device.run(4)
+    short = device.add(20)
+    num_steps = 0
+    while not any(each.request_id == short and each.num_output for each in device.running):
+        device.step()
+        num_steps += 1
+    assert num_steps <= 2  # the long prompt alone takes 40 steps
+    assert device.steps[-1] < 0.042
+    # Alone again, the long prompt gets all of the limit.
+    device.run(2)
+    assert device.chunks[-1] > 0.9 * device.stats.num_prompt_tokens
 
 
 def test_without_a_target_the_same_load_has_long_steps() -> None:

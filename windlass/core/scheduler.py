@@ -468,7 +468,8 @@ class Scheduler:
     def _plan_running(self, step: Step, now: float) -> list[Request]:
         """Plan the rows of running requests; returns those whose prompts other tenants may delay."""
         max_pending, prompts = self._limits.max_pending, []
-        for request in list(self._running):
+        running, max_chunk = list(self._running), step.prompt_budget
+        for at, request in enumerate(running):
             if request.slot is None:  # preempted by this plan, as are all behind it
                 break
             num_known = len(request.tokens) + request.num_pending
@@ -486,9 +487,22 @@ class Scheduler:
                 continue
             if count > 1 and self._fair.several:
                 prompts.append(request)
-            else:
-                self._plan_row(step, request, count, now)
+                continue
+            if count > max_chunk and self._has_shorter(step, running[at + 1 :], count):
+                # The SLO controller divides this prompt; shorter ones must not wait for its end.
+                step.max_prompt = max(1, step.prompt_budget // 2)
+            self._plan_row(step, request, count, now)
+            step.max_prompt = step.total
         return prompts
+
+    def _has_shorter(self, step: Step, behind: Sequence[Request], num_left: int) -> bool:
+        """Whether a prompt of at most half of `num_left` tokens could join: of `behind`, or the queue's first."""
+        if any(1 < each.num_left <= num_left // 2 for each in behind):
+            return True
+        if not self._num_free_slots or len(self._running) >= step.max_running:
+            return False
+        head = self._waiting.peek()
+        return head is not None and len(head.tokens) <= num_left // 2
 
     def _plan_row(self, step: Step, request: Request, count: int, now: float) -> None:
         """Plan the row of a running request with `count` tokens left."""
