@@ -8,7 +8,7 @@ from tests.core.world import World, limits, plain_loop, request
 from windlass.core.structured import StructuredOutputs
 from windlass.core.trace import BLOCKERS, GRAMMAR
 from windlass.core.types import GrammarFailure, GrammarStats
-from windlass.errors import EngineError, RequestError
+from windlass.errors import EngineError, Overloaded, RequestError
 
 
 class FakeGrammars:
@@ -35,6 +35,8 @@ class FakeGrammars:
         self.num_checks += 1
         if self.forms[request_id].regex == "bad":
             raise RequestError("guided_regex: it is bad.", "guided_regex")
+        if self.forms[request_id].regex == "late":
+            raise Overloaded("it was not compiled in time.", retry_after_s=5.0)
         return request_id in self.compiled
 
     def acquire(self, request_id: str) -> str:
@@ -133,6 +135,15 @@ def test_a_refused_grammar_ends_its_request_with_the_field(
     assert "bad" not in grammars.forms
     world.finish_all()
     assert world.finish["good"] in ("stop", "length")
+
+
+def test_a_grammar_that_a_busy_machine_did_not_compile_may_be_sent_again(world: World) -> None:
+    world.add(formed("form", "late"))
+    world.step()
+    (output,) = world.scheduler.failed
+    error = output.exception()
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 5.0
 
 
 def test_a_grammar_that_fails_in_a_step_ends_only_its_request(

@@ -13,7 +13,7 @@ from windlass.config import GrammarConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.structured import StructuredOutputs
 from windlass.core.types import SlotId, SlotInit
-from windlass.errors import EngineError, RequestError
+from windlass.errors import EngineError, Overloaded, RequestError
 from windlass.text.grammar import compiler as compiler_module
 from windlass.text.grammar import matchers as matchers_module
 from windlass.text.grammar.compiler import GrammarCompiler
@@ -182,6 +182,7 @@ def test_a_failure_of_the_sandbox_is_not_cached(regex: str) -> None:
         with pytest.raises(EngineError) as error:
             world.grammars.ready(f"r{number}")
         assert not isinstance(error.value, RequestError)
+        assert isinstance(error.value, Overloaded) == (regex == "late")
         world.grammars.leave(f"r{number}")
     assert world.backend.checked == [regex] * 2
 

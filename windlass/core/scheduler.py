@@ -48,7 +48,7 @@ from windlass.core.types import (
     StepPlan,
     StepResult,
 )
-from windlass.errors import EngineError, RequestError
+from windlass.errors import EngineError, Overloaded, RequestError
 
 _NO_BLOCKS: list[BlockId] = []
 _MIN_BUDGET = 64  # tokens: a device without memory for these will not recover
@@ -226,6 +226,7 @@ class Scheduler:
             error=str(error),
             timeline=request.timeline,
             param=error.param if isinstance(error, RequestError) else None,
+            retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else None,
         )
 
     def _end_late(self, now: float) -> list[Output]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, NewType
 
 from windlass.core.pooling import PoolingParams
 from windlass.core.sampling import SamplingParams
-from windlass.errors import DeadlineExceeded, EngineError, RequestError
+from windlass.errors import DeadlineExceeded, EngineError, Overloaded, RequestError
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
@@ -232,12 +232,15 @@ class Output(NamedTuple):
     timeline: Timeline | None = None  # on the first and last output, and after a verification
     param: str | None = None  # on errors: the request field that caused it, if any
     pooled: bytes | None = None  # the vector of a pooling request, as float32
+    retry_after_s: float | None = None  # on errors of a busy machine
 
     def exception(self) -> EngineError:
         """Return the exception for the error that ended this request."""
         message = self.error or "the engine dropped the request."
         if self.finish == "deadline":
             return DeadlineExceeded(message)
+        if self.retry_after_s is not None:
+            return Overloaded(message, self.retry_after_s)
         return EngineError(message) if self.param is None else RequestError(message, self.param)
 
 

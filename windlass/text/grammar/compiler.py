@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from windlass.config import GrammarConfig
 from windlass.core.structured import StructuredOutputs
 from windlass.core.types import GrammarFailure, GrammarStats
-from windlass.errors import EngineError
+from windlass.errors import EngineError, Overloaded
 from windlass.text.grammar.matchers import BuiltGrammars
 from windlass.text.grammar.sandbox import Cancellation, Verdict
 
@@ -272,7 +272,10 @@ class GrammarCompiler:
 
     def _checked(self, entry: _Entry, verdict: Verdict) -> None:
         if not verdict.final:
-            entry.error = EngineError(f"{verdict.refused} Send the request again later.")
+            entry.error = Overloaded(
+                f"the grammar waits for a busy machine: {verdict.refused} Send the request again later.",
+                retry_after_s=self._config.grammar_compile_timeout,
+            )
             return
         entry.verdict, entry.structured = verdict, None
         self._num_refusals += bool(verdict.refused)
