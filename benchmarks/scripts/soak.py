@@ -49,6 +49,7 @@ HANG_TIMEOUT_S = 8.0
 PAUSE_S = 0.25  # of a client between two requests: other programs share the machine
 SAMPLE_S = 5.0
 WARM_UP_S = 240.0  # of the server; of an engine: half of that
+WARM_UP_REQUESTS = 1200  # of the server: its store keeps 1,000 traces
 MAX_GROWTH = 0.02
 MAX_FDS = 8  # open connections vary
 DROP_S = 2.0  # a worker that is being killed still gets connections
@@ -235,15 +236,18 @@ def growth(usages: list[tuple[float, Usage]], warm_up_s: float) -> dict[str, Any
     }
 
 
-def lives(samples: list[Sample]) -> list[dict[str, Any]]:
-    """The growth of every process that lived long enough."""
+def lives(samples: list[Sample], ended: list[float]) -> list[dict[str, Any]]:
+    """The growth of every process that lived long enough. `ended`: the times of all requests."""
+    first = samples[0].at
+    num_warm_up = min(WARM_UP_REQUESTS, len(ended) // 2)
+    server_warm_up_s = max(WARM_UP_S, ended[num_warm_up] - first)
     found: dict[tuple[str, int], list[tuple[float, Usage]]] = {}
     for sample in samples:
         for process, usage in sample.usages.items():
             found.setdefault(process, []).append((sample.at, usage))
     measured = [
         {"process": role, "seconds": round(usages[-1][0] - usages[0][0])}
-        | growth(usages, WARM_UP_S if role == "server" else WARM_UP_S / 2)
+        | growth(usages, server_warm_up_s if role == "server" else WARM_UP_S / 2)
         for (role, _), usages in found.items()
     ]
     return [each for each in measured if "rss_growth" in each]
@@ -279,7 +283,7 @@ async def main() -> int:
 
 def report(soak: Soak, accounted: dict[str, Any], args: argparse.Namespace) -> int:
     """Save the record; returns 1 if a check fails."""
-    processes = lives(soak.samples)
+    processes = lives(soak.samples, sorted(end for _, end, _ in soak.ended))
     outcomes = soak.tally.outcomes
     kills = [
         at
