@@ -24,15 +24,25 @@ def cache_dir() -> Path:
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
-    base = Path(shared).expanduser() if shared else Path.home() / ".cache"
+    base = Path(shared).expanduser() if shared else _home() / ".cache"
     return base / "windlass"
 
 
 def triton_cache_dir() -> Path:
     """The folder of kernels that Triton compiled, as Triton finds it."""
     own = os.environ.get("TRITON_CACHE_DIR")
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    home = Path(os.environ.get("TRITON_HOME") or _home())
     return Path(own) if own else home / ".triton" / "cache"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise ConfigError(
+            "this user has no home folder for the cache: set HOME, or WINDLASS_CACHE, "
+            "TRITON_CACHE_DIR and HF_HOME, to folders that you can write"
+        ) from error
 
 
 def cache_folder(name: str) -> Path:

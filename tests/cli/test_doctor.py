@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 
 from tests.cli.conftest import Invoke
 from windlass.cli.doctor import as_object
+from windlass.errors import ConfigError
+from windlass.folders import cache_dir
 from windlass.machine.topology import Core, Topology
 from windlass.tools.doctor import findings as findings_module
 from windlass.tools.doctor.choices import choose
@@ -217,6 +220,18 @@ def test_choices() -> None:
     assert chosen(with_quota(1.5))["threads"] == "1"
 
 
+def test_the_kernels_say_which_instructions_the_next_level_lacks() -> None:
+    level = {"level": "AVX-512 BW", "next_level": "AVX-512 VNNI", "lacks": ("avx512_vnni",)}
+    why = "AVX-512 VNNI needs avx512_vnni, which this CPU lacks"
+    built = replace(HEALTHY.native, simd="AVX-512 BW", **level)
+    (kernels,) = [each for each in choose(replace(HEALTHY, native=built)) if each.what == "kernels"]
+    assert (kernels.value, kernels.reason) == ("native, AVX-512 BW", f"from the cache; {why}")
+    later = replace(built, simd=None, origin=None)
+    (kernels,) = [each for each in choose(replace(HEALTHY, native=later)) if each.what == "kernels"]
+    assert kernels.value == "native, AVX-512 BW"
+    assert kernels.reason == f"compiled at first use, by g++ 12.2.0; {why}"
+
+
 def test_missing_extras_have_their_command() -> None:
     printed = as_object(HEALTHY, [], [])
     assert printed["missing_extras"] == {"tune": "pip install 'windlass-llm[tune]'"}
@@ -238,6 +253,41 @@ def test_what_torch_reports() -> None:
     gpu = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": H200.memory_bytes}
     found = {"driver_cuda": [13, 0], "version": "2.13.0", "cuda": "13.0", "gpus": [gpu]}
     assert parse_torch(found) == (ON_GPU.torch, (13, 0))
+
+
+@pytest.fixture
+def folder_of_root(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process cannot search while the test runs."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    folder = tmp_path / "private"
+    (folder / "cache").mkdir(parents=True)
+    folder.chmod(0o700)
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield folder / "cache"
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_caches_that_belong_to_another_user(
+    folder_of_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `docker run --user` with the home folder of root."""
+    monkeypatch.setenv("WINDLASS_CACHE", str(folder_of_root))
+    folder = findings_module._folders()[0]
+    assert (folder.exists, folder.is_writable) == (False, False)
+    assert findings_module._native().simd is None
+
+
+def test_a_user_without_a_home_folder_needs_a_cache_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOME", "WINDLASS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="WINDLASS_CACHE"):
+        cache_dir()
 
 
 def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -319,3 +369,12 @@ def test_the_tables_of_this_machine(windlass: Invoke, monkeypatch: pytest.Monkey
     assert printed.code == 0
     for text in ("NVIDIA H200", "compute capability 9.0", "CUDA graphs", "CPU quota", "tune"):
         assert text in printed.out
+
+
+def test_cores_are_counted_by_numa_node(windlass: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = tuple(Core(i // 4, (i,)) for i in range(6))
+    two_nodes = replace(HEALTHY.cpu, topology=Topology(cores, 8, 8, 2))
+    found = replace(HEALTHY, cpu=two_nodes)
+    monkeypatch.setattr("windlass.tools.doctor.findings.examine", lambda: found)
+    printed = " ".join(windlass("doctor").out.replace("│", " ").split())
+    assert "6 cores allowed (4 on node 0, 2 on node 1)" in printed

@@ -123,7 +123,9 @@ def _cpu_rows(found: Findings) -> list[Row]:
         f"{counted(topology.num_machine_cores, 'core')}, {topology.num_machine_cpus} logical CPUs"
     )
     quota = "no CPU quota" if topology.quota is None else f"quota {topology.quota:g}"
-    allowed = f"{counted(len(topology.cores), 'core')} allowed, {quota}"
+    by_node = ", ".join(f"{len(cores)} on node {node}" for node, cores in topology.nodes.items())
+    where = f" ({by_node})" if topology.num_machine_nodes > 1 else ""
+    allowed = f"{counted(len(topology.cores), 'core')} allowed{where}, {quota}"
     nodes = counted(topology.num_machine_nodes, "NUMA node")
     limit = "no cgroup limit" if memory.limit is None else f"limit {readable_bytes(memory.limit)}"
     swap = f"swap {readable_bytes(memory.swap_free)} of {readable_bytes(memory.swap_total)} free"

@@ -176,7 +176,7 @@ def _compile(build: Build, folder: Path) -> float:
 
 def _open_cached(path: Path, origin: str) -> Native | None:
     """Load a library of the cache; None if it is missing or damaged, so that it is rebuilt."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # nor in a folder that this user may not search
         return None
     check_private(path)
     try:

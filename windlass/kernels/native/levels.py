@@ -105,6 +105,16 @@ def runnable(machine: str, features: frozenset[str]) -> list[Level]:
     return [level for level in levels(machine) if level.needs <= features]
 
 
+def next_level(machine: str, features: frozenset[str]) -> tuple[Level, tuple[str, ...]] | None:
+    """The level above the best that a CPU can run, and the features that it lacks; None: there is no better."""
+    known, found = levels(machine), runnable(machine, features)
+    index = known.index(found[0]) if found else 0
+    if index == 0:
+        return None
+    above = known[index - 1]
+    return above, tuple(sorted(above.needs - features))
+
+
 @cache
 def cpu_features() -> frozenset[str]:
     """The features that all cores of this CPU have, and the operating system supports."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from windlass.config import EngineConfig
 from windlass.core.card import Choice
 from windlass.machine.topology import share_cpus
-from windlass.tools.doctor.findings import Findings
+from windlass.tools.doctor.findings import Findings, NativeKernels
 
 
 def choose(found: Findings) -> list[Choice]:
@@ -37,12 +37,22 @@ def _kernels(found: Findings) -> Choice:
             return Choice("kernels", "torch", "Triton is missing")
         return Choice("kernels", "Triton", f"version {found.packages.triton}")
     if native.simd is not None:
-        return Choice("kernels", f"native, {native.simd}", native.origin or "")
+        return Choice("kernels", f"native, {native.simd}", _with_level(native.origin or "", native))
     if native.problem is not None:
         return Choice("kernels", "none", native.problem)
     if native.compiler is not None:
-        return Choice("kernels", "native", f"compiled at first use, by {native.compiler}")
+        value = "native" if native.level is None else f"native, {native.level}"
+        why = f"compiled at first use, by {native.compiler}"
+        return Choice("kernels", value, _with_level(why, native))
     return Choice("kernels", "torch", native.compiler_problem or "")
+
+
+def _with_level(reason: str, native: NativeKernels) -> str:
+    """The reason, and what the next instruction level needs."""
+    if native.next_level is None:
+        return reason
+    needs = ", ".join(native.lacks)
+    return f"{reason}; {native.next_level} needs {needs}, which this CPU lacks"
 
 
 def _executors(found: Findings) -> Choice:

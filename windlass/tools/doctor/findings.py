@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +26,7 @@ from windlass.errors import ConfigError
 from windlass.folders import cache_dir, find_weakness, triton_cache_dir
 from windlass.kernels.native.compiled import ready_library
 from windlass.kernels.native.compiler import find_compilers
+from windlass.kernels.native.levels import cpu_features, levels, next_level, runnable
 from windlass.machine.cgroup import ROOT, memory_limit
 from windlass.machine.topology import Topology, read_topology
 from windlass.tools.common.record import cpu_name
@@ -41,8 +42,9 @@ _MAX_WALK_S = 0.3
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WINDLASS_API_KEY")
 # Instructions that the native kernels have loops for, as /proc/cpuinfo names them.
 _INSTRUCTIONS = (
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
-    *("amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve"),
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    *("avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "asimdhp", "i8mm", "bf16", "sve"),
 )
 
 
@@ -123,6 +125,9 @@ class NativeKernels:
     simd: str | None  # instruction set of the library; None: there is none yet
     origin: str | None
     problem: str | None = None  # why a library that exists is not used
+    level: str | None = None  # best instruction set with own loops that this CPU can run
+    next_level: str | None = None  # the one above it
+    lacks: tuple[str, ...] = ()  # what this CPU would need for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,16 +358,32 @@ def _mebibytes(text: str) -> int:
 
 def _native() -> NativeKernels:
     compilers, problems = find_compilers()
-    compiler = compilers[0].version if compilers else None
-    problem = shown("; ".join(problems)) if not compilers else None
+    found = _with_level(
+        NativeKernels(
+            compiler=compilers[0].version if compilers else None,
+            compiler_problem=None if compilers else shown("; ".join(problems)),
+            simd=None,
+            origin=None,
+        )
+    )
     try:
         library = ready_library()
     except ConfigError as error:  # another user could have written it: a folder has the reason
-        return NativeKernels(compiler, problem, None, None, shown(str(error).partition(". ")[0]))
+        return replace(found, problem=shown(str(error).partition(". ")[0]))
     if library is None:
-        return NativeKernels(compiler, problem, None, None)
+        return found
     origin = library.reason.partition(":")[0]  # without the path
-    return NativeKernels(compiler, problem, library.simd, origin)
+    return replace(found, simd=library.simd, origin=origin)
+
+
+def _with_level(found: NativeKernels) -> NativeKernels:
+    machine, features = platform.machine(), cpu_features()
+    if not features or not levels(machine):  # the system does not list them
+        return found
+    best, above = runnable(machine, features)[0], next_level(machine, features)
+    if above is None:
+        return replace(found, level=best.simd)
+    return replace(found, level=best.simd, next_level=above[0].simd, lacks=above[1])
 
 
 def _packages() -> Packages:
@@ -439,11 +460,11 @@ def _folders() -> list[Folder]:
 
 
 def _folder(name: str, path: Path, has_code: bool) -> Folder:
-    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    above = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     free = shutil.disk_usage(above).free
     found = find_weakness(path) if has_code else None
     weakness = None if found is None else shown(f"{found[0]} {found[1]}")
-    if not path.is_dir():
+    if not os.path.isdir(path):  # nor in a folder that this user may not search
         return Folder(
             name=name,
             path=shown(path),
