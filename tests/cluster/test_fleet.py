@@ -200,6 +200,28 @@ def test_a_bad_file_is_an_error_of_the_command(tmp_path: Path) -> None:
     assert "No such file" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tenants": "none.yaml"}, "No such file or directory"),
+        ({"models": [{**MODEL, "adapters": {"sql": "none"}}]}, "model 'chat': adapter 'sql': "),
+        (
+            {"models": [{**MODEL, "rollout": {"canary": "10%", "quality": "none.jsonl"}}]},
+            "none.jsonl: No such file or directory",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "up"])
+def test_a_file_that_is_missing_is_an_error_before_anything_starts(
+    tmp_path: Path, command: str, fields: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump({"models": [MODEL], **fields}))
+    result = CliRunner().invoke(app, ["cluster", command, str(path)])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr.replace("\n", " ")
+
+
 def test_updates_of_a_model(tmp_path: Path) -> None:
     fleet = read(
         tmp_path, models=[{**MODEL, "rollout": {"canary": "12.5%", "quality": "probes.jsonl"}}]

@@ -39,8 +39,10 @@ def up(
     """Start a fleet, or change a running one to the file, and wait until it answers."""
     with reported(ctx):
         from windlass.cluster.fleet import read_fleet
+        from windlass.cluster.plan import check_files
 
         fleet = read_fleet(file)
+        check_files(fleet)
         deploy = _deploy()
         if local:
             deploy.start_local(fleet)
@@ -87,9 +89,10 @@ def plan(
     """Show what a fleet would start, with memory and cost per hour, without starting anything."""
     with reported(ctx):
         from windlass.cluster.fleet import read_fleet
-        from windlass.cluster.plan import plan_model
+        from windlass.cluster.plan import check_files, plan_model
 
         fleet = read_fleet(file)
+        check_files(fleet)
         plans = [plan_model(fleet, model, context) for model in fleet.models]
         if as_json:
             typer.echo(json.dumps([asdict(each) for each in plans], indent=2))

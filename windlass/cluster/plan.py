@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from windlass.cluster.fleet import Fleet, Model
-from windlass.errors import ConfigError
+from windlass.cluster.quality import read_probes
+from windlass.errors import ConfigError, EngineError
+from windlass.lora.peft import CONFIG
+from windlass.lora.peft_config import PeftConfig
+from windlass.serve.keys_file import KeysFile
 from windlass.tools.plan.formats import STORED
 from windlass.tools.plan.select import select_quantization
 
@@ -31,6 +36,23 @@ class ModelPlan:
     total_bytes: int  # with the KV cache of `concurrency` requests of `context` tokens
     min_per_hour: float
     max_per_hour: float
+
+
+def check_files(fleet: Fleet) -> None:
+    """Read the small files that a fleet names; raises an error with the file and the reason.
+
+    Without this, the first to find a mistake in one would be a replica that starts.
+    """
+    if fleet.tenants is not None:
+        KeysFile(fleet.tenants, fleet.serve_config(fleet.models[0])).read()
+    for model in fleet.models:
+        if model.rollout.quality is not None:
+            read_probes(model.rollout.quality)
+        for name, folder in model.adapters.items():
+            try:
+                PeftConfig.read(Path(folder) / CONFIG)
+            except EngineError as error:
+                raise ConfigError(f"model {model.name!r}: adapter {name!r}: {error}") from error
 
 
 def plan_model(fleet: Fleet, model: Model, context: int | None = None) -> ModelPlan:
