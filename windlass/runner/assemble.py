@@ -9,7 +9,6 @@ import torch
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout, tokens_in_flight
-from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
 from windlass.kernels.prepared import Prepared
@@ -27,6 +26,7 @@ from windlass.runner.kv_records import RecordLayout
 from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.pooling import Pooler
+from windlass.runner.rehearsal import rehearsal
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
@@ -330,7 +330,10 @@ class _Maker:
         return rounding == "coarse"
 
     def measure(self) -> dict[str, int]:
-        """Bytes of the captured graphs and of the largest step, measured by running them."""
+        """Bytes of the captured graphs and of the largest step, measured by running them.
+
+        This also compiles the kernels of steps that no graph covers.
+        """
         parts = self._loaded.parts
         if not parts.ops.is_triton:
             return {}
@@ -340,8 +343,13 @@ class _Maker:
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        rows = rehearsal(self._limits.max_num_batched_tokens, parts.max_positions, runner.padding)
-        runner.run(StepPlan(rows, options=StepOptions(needs_all_hidden=True)))
+        for plan in rehearsal(
+            max_tokens=self._limits.max_num_batched_tokens,
+            max_rows=self._limits.max_num_seqs,
+            max_positions=parts.max_positions,
+            slot=runner.padding,
+        ):
+            runner.run(plan)
         activations = torch.cuda.max_memory_allocated(device) - held
         self._pipeline.drain()
         del runner
@@ -362,12 +370,6 @@ def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) ->
     affordable = _DRAFT_LOGITS_BYTES // (4 * hparams.vocab_size)
     drafts = max(speculation.max_draft_tokens, min(seqs * speculation.max_draft_tokens, affordable))
     return min(limits.max_num_batched_tokens, seqs + drafts)
-
-
-def rehearsal(num_tokens: int, longest: int, slot: SlotId) -> list[Row]:
-    """The rows of the largest possible step, on the padding slot."""
-    counts = [min(longest, num_tokens - at) for at in range(0, num_tokens, longest)]
-    return [Row("", slot, 0, count, (0,) * count, (), True) for count in counts]
 
 
 def _free_after_sync(device: torch.device) -> int:

@@ -1,0 +1,62 @@
+"""The steps that an engine on CUDA runs before it serves requests.
+
+A kernel is compiled when it is first launched, which takes seconds, and many have variants for the numbers
+of tokens and decodes. Capturing graphs compiles those of small steps. The steps here are larger than any
+graph. The largest one also shows how much memory a step needs beside the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from windlass.core.types import Row, SlotId, StepOptions, StepPlan
+
+_MIN_TOKENS = 1024  # mixed graphs cover smaller steps
+_SHORT_CHUNK = 2  # tokens
+
+
+def rehearsal(
+    *, max_tokens: int, max_rows: int, max_positions: int, slot: SlotId
+) -> list[StepPlan]:
+    """The plans, whose rows have no blocks of their own.
+
+    `max_tokens` and `max_rows`: of a step; `max_positions`: of a request; `slot`: that of padding rows.
+    """
+    prompts = [_row(slot, 0, count) for count in _divided(max_tokens, max_positions)]
+    plans = [StepPlan(prompts, options=StepOptions(needs_all_hidden=True))]
+    # Variants change at powers of two: GEMMs with the tokens, attention with the decodes.
+    sizes = [*_powers(_MIN_TOKENS, max_tokens), max_tokens]
+    steps = [(size, 1) for size in sizes]
+    steps += [(sizes[0], num_decodes) for num_decodes in (*_powers(2, max_rows), max_rows)]
+    for num_tokens, num_decodes in steps:
+        left = num_tokens - num_decodes - _SHORT_CHUNK
+        if left > 0:
+            rows = [_row(slot, 0, count) for count in (*[1] * num_decodes, _SHORT_CHUNK)]
+            # Chunks behind as many cached tokens.
+            counts = _divided(left, max(1, max_positions // 2))
+            plans.append(StepPlan(rows + [_row(slot, count, count) for count in counts]))
+    return plans
+
+
+def _powers(first: int, end: int) -> Iterator[int]:
+    """Powers of two from `first` on, below `end`."""
+    while first < end:
+        yield first
+        first *= 2
+
+
+def _divided(num_tokens: int, most: int) -> list[int]:
+    """Counts of up to `most` tokens."""
+    return [min(most, num_tokens - at) for at in range(0, num_tokens, most)]
+
+
+def _row(slot: SlotId, start: int, num_tokens: int) -> Row:
+    return Row(
+        request_id="",
+        slot=slot,
+        start=start,
+        num_tokens=num_tokens,
+        tokens=(0,) * num_tokens,
+        blocks=(),
+        sample=True,
+    )
