@@ -8,15 +8,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from windlass.build import (
-    Source,
-    build_for_process,
-    build_worker,
-    import_torch,
-    open_files,
-    open_model,
-)
+from windlass.build import build_for_process, import_torch, open_files, open_model
 from windlass.build_peers import RemotePeers, SharedRings
+from windlass.build_rank import Source, build_worker
 from windlass.config import AUTO, EngineConfig, ServeConfig, check_server, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError

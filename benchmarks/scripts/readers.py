@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from windlass.build import OpenModel, build_scorer, open_model
+from windlass.build import OpenModel, open_model
+from windlass.build_scorer import build_scorer
 from windlass.config import EngineConfig
 from windlass.errors import EngineError
 from windlass.runner.device import choose_device

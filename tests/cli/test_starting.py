@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Invoke
-from windlass.build import _Log
+from windlass.build_rank import BuildLog
 from windlass.cli.starting import starting
 from windlass.kernels.native import compiled
 from windlass.start_log import start_log
@@ -78,7 +78,7 @@ def test_compiling_says_so_once(
 
 def test_compiling_is_a_phase_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "windlass")
-    log = _Log(seconds={"import torch": 1.0, "load weights": 9.0})
+    log = BuildLog(seconds={"import torch": 1.0, "load weights": 9.0})
     log.split_off("compile CPU kernels", 7.0, "load weights")
     assert log.seconds == {"import torch": 1.0, "compile CPU kernels": 7.0, "load weights": 2.0}
     log.split_off("compile CPU kernels", 0.0, "load weights")

@@ -17,7 +17,8 @@ import torch
 
 from tests.gpu.test_families import CASES, COMMON, GREEDY, PROMPTS, load, tokens
 from windlass import LLM
-from windlass.build import _build_rank, _finish, _Log, open_model
+from windlass.build import _finish, open_model
+from windlass.build_rank import BuildLog, build_rank
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.kernels.token_split import TokenSplit
@@ -248,12 +249,12 @@ def test_an_engine_with_collectives_in_its_graphs(
         self.is_partial = any(part.endswith(("o_proj", "down_proj")) for part in self.outputs)
 
     monkeypatch.setattr(Linear, "__init__", partial)
-    log = _Log()
+    log = BuildLog()
     group = nccl(tmp_path)
     if collectives == "symmetric memory":
         memory = symmetric(tmp_path, BUFFER_BYTES)
         group = SymmetricMemoryGroup(group, memory, torch.device("cuda", 0))
-    rank = _build_rank(config, opened.source, log, mesh=Mesh(tp=group))
+    rank = build_rank(config, opened.source, log, mesh=Mesh(tp=group))
     llm = LLM.over(opened.card, _finish(rank, opened.source, log, "none"))
     found = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
     assert sum(a == b for a, b in zip(found, want, strict=True)) / len(want) >= 0.8

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.quant.ranks import thread_groups
 from windlass import build
-from windlass.build import Built, Source, open_model
+from windlass.build import Built, open_model
+from windlass.build_rank import BuildLog, Source, build_rank
 from windlass.config import EngineConfig
 from windlass.core.types import StepPlan, StepResult
 from windlass.parallel.mesh import Mesh
@@ -116,9 +117,9 @@ def staged(
         Mesh(pp=Line(rank, queues), world=world)  # type: ignore[arg-type]
         for rank, world in enumerate(thread_groups(count))
     ]
-    log = build._Log()
+    log = BuildLog()
     ranks = together(
-        [lambda mesh=mesh: build._build_rank(config, source, log, mesh=mesh) for mesh in meshes]
+        [lambda mesh=mesh: build_rank(config, source, log, mesh=mesh) for mesh in meshes]
     )
     runners = [rank.made.runner for rank in ranks]
     followers = Followers(runners[1:])

@@ -12,7 +12,8 @@ import torch
 from tests.models.tiny import Type, write_gguf
 from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
-from windlass.build import Source, build_engine
+from windlass.build import build_engine
+from windlass.build_rank import Source
 from windlass.config import EngineConfig
 from windlass.core.types import NewRequest, SlotId, SlotInit, StepPlan
 from windlass.kernels.native.compiler import find_compilers

@@ -13,7 +13,8 @@ from tests.parallel.stages import staged
 from tests.parallel.test_tensor_parallel import CONFIG, PROMPTS
 from tests.speculative import test_heads, test_mtp
 from tests.speculative.test_speculation import model_in, small, verify_all
-from windlass.build import Built, Source, build_engine, open_model
+from windlass.build import Built, build_engine, open_model
+from windlass.build_rank import Source
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest

@@ -11,7 +11,8 @@ import torch
 
 from tests.models.comparison import save_tiny
 from tests.models.test_networks import CASES as NETWORKS
-from windlass.build import Built, Source, build_engine
+from windlass.build import Built, build_engine
+from windlass.build_rank import Source
 from windlass.config import EngineConfig
 from windlass.core.kv_layout import KVLayout
 from windlass.core.sampling import SamplingParams

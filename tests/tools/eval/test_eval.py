@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tools.eval.conftest import Run
-from windlass.build import build_scorer, open_model
+from windlass.build import open_model
+from windlass.build_scorer import build_scorer
 from windlass.cli.main import app
 from windlass.cli.reference import reference_config
 from windlass.config import EngineConfig, GateConfig

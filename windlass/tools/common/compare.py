@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from windlass.build import BuiltScorer, OpenModel, build_scorer, open_model
+from windlass.build import OpenModel, open_model
+from windlass.build_scorer import BuiltScorer, build_scorer
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear

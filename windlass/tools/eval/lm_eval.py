@@ -15,7 +15,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from windlass.build import build_engine, build_scorer, open_model
+from windlass.build import build_engine, open_model
+from windlass.build_scorer import build_scorer
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError, RequestError

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from windlass.build import BuiltScorer, OpenModel, build_scorer, open_model
+from windlass.build import OpenModel, open_model
+from windlass.build_scorer import BuiltScorer, build_scorer
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from windlass.build import OpenModel, build_engine, build_scorer, open_model
+from windlass.build import OpenModel, build_engine, open_model
+from windlass.build_scorer import build_scorer
 from windlass.config import EngineConfig
 from windlass.engine import Engine
 from windlass.errors import ConfigError
