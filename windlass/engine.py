@@ -92,7 +92,7 @@ class Engine:
         self._expert_load = expert_load
         self._imports = peers.imports
         self._capture_next = capture_next
-        self._transfers = Transfers(peers.export or NoExport(), scheduler.save_blocks)
+        self._transfers = Transfers(peers.export or NoExport(), scheduler.tiers.save)
         self.asleep = False
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()  # the oldest first
         self._on_plan: Callable[[StepPlan], None] = _ignore_plan
@@ -223,7 +223,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         """Drop cached blocks that no request uses, also in host memory. Returns those of the device."""
-        self._scheduler.clear_tiers()
+        self._scheduler.tiers.clear()
         return self._scheduler.reset_prefix_cache()
 
     def pin_prefix(self, name: str, request: NewRequest, on_device: bool = True) -> PinnedPrefix:
@@ -265,12 +265,12 @@ class Engine:
 
     def close(self) -> None:
         """Store what KV tiers still save. No step may follow."""
-        if not self._scheduler.has_tiers:
+        if not self._scheduler.tiers.has_stores:
             return
         try:
             self.finish_moves()
         finally:
-            self._scheduler.close_tiers()
+            self._scheduler.tiers.close()
 
     def wake(self) -> None:
         """Restore the memory. Does nothing if the engine is awake."""

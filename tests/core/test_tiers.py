@@ -128,7 +128,7 @@ def test_a_reset_drops_what_is_being_loaded() -> None:
     world.add(request("late", [*PROMPT, 1], max_tokens=1))
     world.step()
     world.scheduler.reset_prefix_cache()
-    world.scheduler.clear_tiers()
+    world.scheduler.tiers.clear()
     before = world.runner.num_computed
     world.finish_all()
     assert world.runner.num_computed - before == 25

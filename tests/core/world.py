@@ -328,7 +328,7 @@ class World:
                 for block in held:
                     allocator[block] += 1
                     assert owners.setdefault(block, index) == index
-        for load in {each.load for each in getattr(self.scheduler._tiers, "_loading", {}).values()}:
+        for load in {each.load for each in getattr(self.scheduler.tiers, "_loading", {}).values()}:
             for block in load.blocks:
                 allocator[block] += 1
         for request in self.scheduler._waiting:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from windlass.core.kv_layout import KVLayout, tokens_in_flight
 from windlass.core.sampling import SamplingParams
+from windlass.core.types import NewRequest
 from windlass.errors import CapacityError, ConfigError, RequestError
 
 
@@ -138,6 +140,29 @@ class SchedulerLimits:
                 "out, or serve the model with 16-bit weights.",
                 "deterministic",
             )
+
+    def check_request(self, new: NewRequest) -> int:
+        """The most tokens that a new request may sample. Raises if it is malformed or can never fit."""
+        if not new.prompt:
+            raise RequestError("the prompt is empty: it has no tokens.", "prompt")
+        if not 0.0 < new.weight < math.inf:
+            raise RequestError(
+                f"weight={new.weight} of tenant {new.tenant!r} is not a finite number above 0.",
+                "weight",
+            )
+        self.check(new.sampling)
+        # With max_tokens=0 the token after the prompt is sampled and dropped, as that of a pooling request.
+        max_tokens = 1
+        if new.pooling is not None:
+            self.fit_pooled(len(new.prompt))
+        else:
+            max_tokens = max(1, self.fit(len(new.prompt), new.sampling.max_tokens))
+        if new.generated and len(new.generated) >= max_tokens:
+            raise RequestError(
+                f"the request has {len(new.generated)} of at most {max_tokens} output tokens already.",
+                "max_tokens",
+            )
+        return max_tokens
 
     def chunk(self, num_left: int, budget: int) -> int:
         """Number of a request's `num_left` tokens for a step with `budget` left."""

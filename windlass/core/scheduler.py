@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -112,14 +112,14 @@ class Scheduler:
         self._count = EngineStats()
         self.accounting = StepAccounting()
         self._allocator = KVAllocator(limits, pool, caching)
-        self._tiers = (
+        self.tiers = (
             NoTiers() if tiers is None else Tiers(tiers, self._allocator, limits, self._rates)
         )
         self.pins = PinnedPrefixes(
             limits,
             self._allocator,
             self.adapters,
-            tiers=self._tiers,
+            tiers=self.tiers,
             caching=caching,
             max_share=max_pinned_share,
         )
@@ -130,25 +130,7 @@ class Scheduler:
         """Queue a request. A malformed one, or one that can never fit, raises."""
         if new.request_id in self._requests:
             raise RequestError(f"request id {new.request_id!r} is already in use.", "request_id")
-        if not new.prompt:
-            raise RequestError("the prompt is empty: it has no tokens.", "prompt")
-        if not 0.0 < new.weight < math.inf:
-            raise RequestError(
-                f"weight={new.weight} of tenant {new.tenant!r} is not a finite number above 0.",
-                "weight",
-            )
-        self._limits.check(new.sampling)
-        # With max_tokens=0 the token after the prompt is sampled and dropped, as that of a pooling request.
-        max_tokens = 1
-        if new.pooling is not None:
-            self._limits.fit_pooled(len(new.prompt))
-        else:
-            max_tokens = max(1, self._limits.fit(len(new.prompt), new.sampling.max_tokens))
-        if new.generated and len(new.generated) >= max_tokens:
-            raise RequestError(
-                f"the request has {len(new.generated)} of at most {max_tokens} output tokens already.",
-                "max_tokens",
-            )
+        max_tokens = self._limits.check_request(new)
         eos_ids = () if new.sampling.ignore_eos else self._eos_ids
         stops = frozenset((*new.sampling.stop_token_ids, *eos_ids))
         salt = self.adapters.enter(new.adapter, new.adapter_version) if new.adapter else ""
@@ -286,7 +268,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan is needed: for a request, or for blocks that KV tiers save or load."""
-        return bool(self._requests) or self._tiers.has_work
+        return bool(self._requests) or self.tiers.has_work
 
     @property
     def num_stages(self) -> int:
@@ -295,24 +277,8 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Drop the cached blocks of the device that no request uses; returns their number."""
-        self._tiers.reset()
+        self.tiers.reset()
         return self._allocator.pool.reset_cache()
-
-    def save_blocks(self, keys: Sequence[bytes]) -> None:
-        """Save blocks of the device to KV tiers that lack them."""
-        self._tiers.save(keys)
-
-    def clear_tiers(self) -> None:
-        """Drop the KV records in host memory. Those on disk stay."""
-        self._tiers.clear()
-
-    @property
-    def has_tiers(self) -> bool:
-        return self._tiers.has_stores
-
-    def close_tiers(self) -> None:
-        """Finish writing KV records. No plan may follow."""
-        self._tiers.close()
 
     def block_use(self) -> BlockUse:
         return self._allocator.use(self._running)
@@ -346,8 +312,8 @@ class Scheduler:
             slo=self._slo.stats,
             executors=dict(self._count.executors),
             refusals={name: dict(found) for name, found in self._count.refusals.items()},
-            tiers=self._tiers.stats(),
-            tier_decisions=self._tiers.decisions,
+            tiers=self.tiers.stats(),
+            tier_decisions=self.tiers.decisions,
         )
 
     # ---- plan --------------------------------------------------------------------------------
@@ -370,7 +336,7 @@ class Scheduler:
         accounting.begin_plan(now)
         self.adapters.begin()
         self.grammars.begin()
-        self._tiers.begin()
+        self.tiers.begin()
         self.failed = self._end_late(now) if self._deadlines else []
         self._drafts.trim(self._running, budget)
         if self._predictions:
@@ -393,7 +359,7 @@ class Scheduler:
             self._block_queue(BLOCKS, now)
         self._plan_prompts(step, prompts, math.inf, now)
         num_tokens = step.close(budget)
-        moves = self._tiers.moves()
+        moves = self.tiers.moves()
         if moves is not None:
             plan = step.plan = plan._replace(saves=moves[0], loads=moves[1])
         if not plan.rows:
@@ -424,7 +390,7 @@ class Scheduler:
         if head is None or not self._may_claim(head):
             return
         cached = self._allocator.find(head)
-        if self._allocator.should_wait(head, cached) or self._tiers.is_waiting(head):
+        if self._allocator.should_wait(head, cached) or self.tiers.is_waiting(head):
             return
         fair, limits, pool, account = self._fair, self._limits, self._allocator.pool, head.account
         num_fair = max(1, int(fair.share(account) * self._max_running))
@@ -560,7 +526,7 @@ class Scheduler:
 
     def _plan_waiting(self, step: Step, prompts: list[Request], now: float) -> None:
         # Adapter loads and grammar compilations finish at any moment: keep the state from before.
-        state = self.adapters.state, self.grammars.state, self._tiers.state
+        state = self.adapters.state, self.grammars.state, self.tiers.state
         request = self._waiting.peek()
         if request is None:
             return
@@ -592,7 +558,7 @@ class Scheduler:
             if self._allocator.should_wait(request, cached):
                 self.accounting.pass_over(self._waiting.set_aside(), PREFIX)
                 awaits_prefix = True
-            elif self._tiers.should_wait(
+            elif self.tiers.should_wait(
                 step, request, cached, num_slots=self._num_free_slots, alone=not self._running
             ):
                 self.accounting.pass_over(self._waiting.set_aside(), KV)
@@ -659,7 +625,7 @@ class Scheduler:
         count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
             return count
-        self._tiers.admitted(request)
+        self.tiers.admitted(request)
         self._place(step.plan, request)
         if self.accounting.admitted(request, request.computed, now):
             self._allocator.note_miss(request)
@@ -777,7 +743,7 @@ class Scheduler:
         if request.slot is None:
             self._waiting.remove(request)
             self.adapters.drop_waiter(request.request_id)
-            self._tiers.drop(request)
+            self.tiers.drop(request)
         else:
             self._running.remove(request)
             self._release(request)

@@ -432,11 +432,11 @@ class Tiers(NoTiers):
             loading.valid = False
 
     def clear(self) -> None:
-        """Drop the records in memory, too."""
+        """Drop the records in host memory. Those on disk stay."""
         self._stores.clear()
 
     def close(self) -> None:
-        """Finish all writes."""
+        """Finish all writes. No plan may follow."""
         self._stores.close()
 
     def stats(self) -> tuple[TierStats, ...]:
