@@ -180,12 +180,9 @@ def all_modes(max_tokens: int) -> list[Mode]:
 
 
 def _adapter_modes(kinds: Mapping[str, Params]) -> list[Mode]:
-    # Without prompt logprobs: they make whole steps run eagerly, where the updates of adapters are
-    # rounded differently, so that the tokens depend on which requests share a step.
-    alike = [params for name, kind in kinds.items() if name != "prompt logprobs" for params in kind]
     given = {
         "few words": kinds["few words"],
-        "mixed": alike,
+        "mixed": [params for kind in kinds.values() for params in kind],
         "greedy": kinds["greedy"],
         "deterministic": kinds["deterministic"],
     }

@@ -100,6 +100,29 @@ def test_base_rows_are_bitwise_equal_with_adapters(folder: Path, options: dict[s
         assert mixed[1::2] == alone[1::2]
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_deterministic_tokens_do_not_depend_on_the_executor(
+    folder: Path, quantization: str | None
+) -> None:
+    """Steps that compute prompt logprobs run eagerly, all others as one recorded program."""
+    llm = make(folder, prefix_caching=False, quantization=quantization, max_num_batched_tokens=16)
+    params = SamplingParams(
+        max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=2, deterministic=True
+    )
+    beside = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1)
+    assert executors(llm) == set()
+    (alone,) = llm.generate([PROMPTS[0]], params, adapter=["one"])
+    assert executors(llm) == {"program"}
+    prompts, adapters = [PROMPTS[0], *[[7, 8, 9, 10] * 12] * 3], ["one", "two", "", "one"]
+    shared, *_ = llm.generate(prompts, [params, *[beside] * 3], adapter=adapters)
+    assert executors(llm) == {"program", "eager"}
+    assert shared.outputs[0] == alone.outputs[0]
+
+
+def executors(llm: LLM) -> set[str]:
+    return {name for name, count in llm.engine.stats().executors.items() if count}
+
+
 def test_prefixes_are_shared_only_within_an_adapter(folder: Path) -> None:
     llm = make(folder)
     found, hits = [], []
