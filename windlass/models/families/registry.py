@@ -96,7 +96,6 @@ _GGUF = {
     "starcoder2": "Starcoder2ForCausalLM",
 }
 ARCHITECTURES = tuple(_FAMILIES)
-GGUF_ARCHITECTURES = tuple(_GGUF)
 
 
 def family_of(architecture: str) -> Family:
