@@ -241,7 +241,8 @@ class SchedulerConfig:
     prompt_rounding: PromptRounding = option(
         "coarse",
         "Group size of int8 activations in int4 GEMMs on a CPU, for prompt tokens: coarse is one scale "
-        "per 192 values, which is faster; fine one per 32, as for generated tokens.",
+        "per 192 values, which is faster with VNNI or NEON; fine one per 32, as for generated tokens. Without "
+        "them, and with AMX, prompts are always fine.",
         "--prompt-activation-groups",
     )
     scheduling_policy: PolicyName = option(

@@ -123,7 +123,7 @@ def test_prompt_quantisation_does_not_depend_on_chunks(tmp_path: Path) -> None:
     for options in ({"max_num_batched_tokens": 17}, {"enforce_eager": True}):
         assert prompt_scores(make(tmp_path, **options)) == coarse
     fine = prompt_scores(make(tmp_path, prompt_rounding="fine"))
-    assert fine != coarse
+    assert (fine != coarse) == bool(Workers(1).pool.functions.windlass_has_prompt_gemm())
     for one, other in zip(coarse, fine, strict=True):
         assert one == pytest.approx(other, abs=0.1)
 

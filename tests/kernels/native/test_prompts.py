@@ -38,8 +38,19 @@ pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
-def workers() -> Workers:
+def any_workers() -> Workers:
     return Workers(2)
+
+
+@pytest.fixture(scope="module")
+def workers(any_workers: Workers) -> Workers:
+    if not has_prompt_gemm(any_workers):
+        pytest.skip("prompts have no GEMM of their own without VNNI, or with AMX")
+    return any_workers
+
+
+def has_prompt_gemm(workers: Workers) -> bool:
+    return bool(workers.pool.functions.windlass_has_prompt_gemm())
 
 
 @contextmanager
@@ -121,6 +132,16 @@ def test_permuted_columns(workers: Workers) -> None:
     x = heavy_tailed(9, 416)
     with prompt(workers, 9, (0, 9)):
         assert_gemm(NativeLinear(workers).prepare(form).apply(x), x, form)
+
+
+def test_a_cpu_without_the_gemm_multiplies_prompts_as_other_rows(any_workers: Workers) -> None:
+    gemm = NativeLinear(any_workers).prepare(int4(19, 608, 32, seed=14))
+    assert gemm.coarse_prompts == has_prompt_gemm(any_workers)
+    x = heavy_tailed(21, 608)
+    decoded = gemm.apply(x)
+    with prompt(any_workers, 21, (0, 21)):
+        prompts = gemm.apply(x)
+    assert torch.equal(decoded, prompts) != gemm.coarse_prompts
 
 
 def test_prompt_and_decode_rows_are_independent(workers: Workers) -> None:

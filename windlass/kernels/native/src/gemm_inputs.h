@@ -7,8 +7,13 @@
 namespace windlass {
 
 // Whether int4 weights multiply prompt rows with a GEMM of their own. AMX multiplies blocks faster
-// than other instructions multiply prompt blocks.
+// than other instructions multiply prompt blocks. Without VNNI the signs of requantised codes cost
+// more instructions than the scales of blocks.
+#if defined(WINDLASS_WORD_SUMS)
+constexpr bool has_prompt_gemm() { return false; }
+#else
 inline bool has_prompt_gemm() { return !(kHasAmx && amx_allowed()); }
+#endif
 
 // The sizes of the memory, which the caller allocates: `bytes` of it, aligned to 64 bytes.
 class GemmInputs {

@@ -397,12 +397,18 @@ void many_rows(const GemmArgs& job) {
   });
 }
 
-// Whether codes of 6 bits are unpacked in registers for any number of rows: on x86-64 the loops are limited
-// by loads, or without VNNI by the signs of int8 codes. On NEON tiles are unpacked for loops in assembly.
+// Whether codes of 6 bits, and of 4 bits, are unpacked in registers for any number of rows: on x86-64 the
+// loops are limited by loads, or without VNNI by the signs of int8 codes. On NEON tiles are unpacked for loops
+// in assembly.
 #if defined(WINDLASS_AVX2)
 constexpr bool kKeepsSixBits = true;
 #else
 constexpr bool kKeepsSixBits = false;
+#endif
+#if defined(WINDLASS_WORD_SUMS)
+constexpr bool kKeepsNibbles = true;
+#else
+constexpr bool kKeepsNibbles = kManyRegisters;
 #endif
 
 template <int BLOCK, bool OFFSETS>
@@ -413,9 +419,13 @@ void dispatch_rows(const GemmArgs& job) {
       if (job.w.kind == kInt6) return paired_rows<Coding::kSixBits, OFFSETS>(job);
       if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, OFFSETS>(job);
     }
+    if constexpr (kKeepsNibbles) {
+      if (job.w.kind == kInt4 && job.amx_panels == nullptr) {
+        return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
+      }
+    }
     if constexpr (kManyRegisters) {
       if (job.amx_panels == nullptr) {
-        if (job.w.kind == kInt4) return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
         if (job.w.kind == kInt8) return packed_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
         if constexpr (!OFFSETS) {
           if (job.w.kind == kCodebook4) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
