@@ -85,6 +85,7 @@ def with_system(**changes: object) -> Findings:
 
 
 NO_TORCH = replace(HEALTHY, torch=Torch(error="ModuleNotFoundError: No module named 'torch'"))
+DAMAGED_TORCH = replace(HEALTHY, torch=Torch(error="ImportError: _C.so: file too short"))
 OLD_GLIBC = replace(
     HEALTHY, torch=Torch(error="ImportError: /lib/libm.so.6: version `GLIBC_2.28' not found")
 )
@@ -92,6 +93,7 @@ NO_COMPILER = NativeKernels(None, "no c++; no g++; no clang++", None, None)
 OLD_GPU = replace(H200, name="Tesla V100", capability=(7, 0))
 PROBLEMS: list[tuple[Findings, str, str, str]] = [
     (NO_TORCH, "torch", "stops", "pip install 'torch>=2.11'"),
+    (DAMAGED_TORCH, "torch", "stops", "pip install --force-reinstall 'torch>=2.11'"),
     (OLD_GLIBC, "glibc", "stops", "newer system"),
     (replace(NO_TORCH, system=with_system(libc="musl").system), "musl", "stops", "glibc"),
     (
@@ -122,6 +124,18 @@ PROBLEMS: list[tuple[Findings, str, str, str]] = [
         "GPU unavailable",
         "slower",
         "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        replace(ON_GPU, torch=Torch("2.13.0", cuda="13.0"), driver=Driver("580.1", None, (H200,))),
+        "CUDA driver library",
+        "slower",
+        "NVIDIA_DRIVER_CAPABILITIES",
+    ),
+    (
+        replace(HEALTHY, driver=Driver(error="nvidia-smi ended with 9: no driver")),
+        "GPU driver",
+        "slower",
+        "restart the machine",
     ),
     (
         replace(ON_GPU, packages=replace(HEALTHY.packages, triton=None)),
@@ -232,6 +246,15 @@ def test_the_kernels_say_which_instructions_the_next_level_lacks() -> None:
     assert kernels.reason == f"compiled at first use, by g++ 12.2.0; {why}"
 
 
+def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = findings_module._driver(None)
+    assert found == Driver(error="nvidia-smi ended with 9: NVIDIA-SMI has failed")
+
+
 def test_missing_extras_have_their_command() -> None:
     printed = as_object(HEALTHY, [], [])
     assert printed["missing_extras"] == {"tune": "pip install 'windlass-llm[tune]'"}
@@ -277,6 +300,8 @@ def test_caches_that_belong_to_another_user(
     monkeypatch.setenv("WINDLASS_CACHE", str(folder_of_root))
     folder = findings_module._folders()[0]
     assert (folder.exists, folder.is_writable) == (False, False)
+    assert findings_module._native().simd is None
+    monkeypatch.setenv("CXX", "no-such-compiler")
     assert findings_module._native().simd is None
 
 

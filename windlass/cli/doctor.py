@@ -151,7 +151,7 @@ def _gpu_rows(found: Findings) -> list[Row]:
     driver = found.driver
     gpus = found.torch.gpus or driver.gpus
     if not gpus and driver.cuda is None:
-        return [("GPU", "none", "no NVIDIA driver")]
+        return [("GPU", "none", driver.error or "no NVIDIA driver")]
     cuda = "" if driver.cuda is None else f"CUDA {driver.cuda[0]}.{driver.cuda[1]}"
     rows: list[Row] = [("GPU driver", driver.version or "found", cuda)]
     for index, gpu in enumerate(gpus):

@@ -118,7 +118,7 @@ def _from_cache(
         path = folder / f"{stem}-{digest(compiler.version)}.so"
         if (found := _open_cached(path, "from the cache")) is not None:
             return found
-    if not compilers:
+    if not compilers and os.path.isdir(folder):
         for path in sorted(folder.glob(f"{stem}-*.so")):
             origin = "from the cache; there is no compiler now"
             if (found := _open_cached(path, origin)) is not None:

@@ -114,6 +114,7 @@ class Driver:
     version: str | None = None
     cuda: tuple[int, int] | None = None  # newest CUDA version that it supports
     gpus: tuple[Gpu, ...] = ()
+    error: str | None = None  # why nvidia-smi does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +339,13 @@ def _driver(cuda: tuple[int, int] | None) -> Driver:
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return Driver(cuda=cuda)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Driver(cuda=cuda, error=shown(f"nvidia-smi did not answer: {error}"))
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 3]
-    if done.returncode != 0 or not rows:
+    if done.returncode != 0:
+        last = ((done.stderr or done.stdout).strip().splitlines() or ["no output"])[-1]
+        return Driver(cuda=cuda, error=f"nvidia-smi ended with {done.returncode}: {last}")
+    if not rows:
         return Driver(cuda=cuda)
     gpus = [Gpu(name, _capability(text), _mebibytes(size)) for _, name, text, size in rows]
     return Driver(version=rows[0][0], cuda=cuda, gpus=tuple(gpus))

@@ -41,7 +41,8 @@ def _torch(found: Findings) -> Iterator[Problem]:
     error = found.torch.error
     if error is None:
         return
-    fix = "pip install 'torch>=2.11'"
+    damaged = "" if "No module named 'torch'" in error else " --force-reinstall"
+    fix = f"pip install{damaged} 'torch>=2.11'"
     if found.system.libc.startswith("musl"):
         yield Problem(
             "musl",
@@ -103,6 +104,14 @@ def _folders(found: Findings) -> Iterator[Problem]:
 
 def _gpu(found: Findings) -> Iterator[Problem]:
     torch, driver = found.torch, found.driver
+    if driver.error is not None and not torch.gpus:
+        yield Problem(
+            "GPU driver",
+            "slower",
+            f"{driver.error}, and torch sees no GPU",
+            "install the NVIDIA driver, or restart the machine after an update of it",
+        )
+        return
     has_gpu = bool(driver.gpus) or driver.cuda is not None
     if torch.version is None or not has_gpu:
         return
@@ -119,6 +128,14 @@ def _gpu(found: Findings) -> Iterator[Problem]:
             "slower",
             f"the driver supports CUDA {driver.cuda[0]}.{driver.cuda[1]}, and torch needs {torch.cuda}",
             "install a newer driver, or a torch build for the driver's CUDA version",
+        )
+    elif driver.cuda is None and not torch.gpus:
+        yield Problem(
+            "CUDA driver library",
+            "slower",
+            "nvidia-smi lists a GPU, and libcuda.so.1 cannot be loaded",
+            "install the driver's CUDA library (Debian: libcuda1), or, in a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif not torch.gpus:
         why = torch.cuda_error or "torch sees no CUDA device"
