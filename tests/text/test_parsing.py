@@ -220,7 +220,10 @@ def test_broken_calls_end(name: str, text: str) -> None:
 def test_values_that_no_response_can_contain(name: str, value: str) -> None:
     """They are text, or arguments as the model wrote them."""
     for text, _ in CALLS[name]:
-        for hostile in (text.replace(JSON, value), text.replace("3", value).replace('"now"', value)):
+        for hostile in (
+            text.replace(JSON, value),
+            text.replace("3", value).replace('"now"', value),
+        ):
             message = parse(hostile, options_of(name))
             names = [call.name for call in message.calls]
             json.dumps([message.content, names], ensure_ascii=False).encode()
