@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
