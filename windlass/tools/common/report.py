@@ -186,6 +186,12 @@ COLUMNS: dict[str, Columns] = {
         "before_step_ms": "before step ms",
         "speedup": "speedup",
     },
+    "cpu_time": {
+        "case": "case",
+        "windlass_ms": "windlass ms",
+        "llama_cpp_ms": "llama.cpp ms",
+        "ratio": "times llama.cpp's speed",
+    },
     "thread_scaling": {
         "workload": "workload",
         "threads": "threads",
