@@ -124,6 +124,11 @@ def build_rank(
         checkpoint = open_checkpoint(files, config.model)
         weights = load_network(config, hparams, checkpoint, weights=weights, mesh=mesh)
     log.split_off("compile CPU kernels", weights.parts.workers.compile_s, "load weights")
+    if config.lora.enable_lora:
+        from windlass.lora.packing import compiled_code
+
+        with log.phase("adapter loader"):
+            compiled_code()
     with log.phase("adapters"):
         adapters = _open_adapters(config, source, weights)
     with log.phase("load proposer"):

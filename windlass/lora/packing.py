@@ -89,7 +89,7 @@ def write(sources: Sequence[StoredWeights], targets: Sequence[Target]) -> int | 
 def compiled_code() -> ctypes.CDLL | None:
     """The native library, compiled now if it is not cached; None if it cannot be compiled."""
     try:
-        return load(sources=SOURCES).functions
+        return load(sources=SOURCES, what="the adapter loader").functions
     except (NativeUnavailable, OSError):  # OSError: an installation without the source
         return None
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.test_folders import make_foreign
 from windlass.errors import ConfigError
-from windlass.kernels.native import compiled
+from windlass.kernels.native import compiled, compiler
 from windlass.kernels.native.compiled import load
 from windlass.kernels.native.compiler import NativeUnavailable, find_compilers
 from windlass.kernels.native.linear import NativeLinear
@@ -87,6 +87,25 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, sources: Path) -> None:
     assert found.simd == "tiny"
     assert "for this process only" in found.reason
     assert f"{blocked / 'native'} cannot be written" in found.reason
+
+
+@needs_compiler
+def test_one_compiler_with_two_names_is_called_once(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "tiny.cpp").write_text("#error broken\n")
+    for name in ("c++", "g++"):
+        program = tmp_path / name
+        real = find_compilers()[0][0].command[0]
+        program.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo "{name} (Linux) 12.2.0" || exec {real} "$@"\n'
+        )
+        program.chmod(0o755)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: tmp_path / name)
+    monkeypatch.setattr(compiler, "_COMPILERS", (str(tmp_path / "c++"), str(tmp_path / "g++")))
+    with pytest.raises(NativeUnavailable) as raised:
+        load(tmp_path, sources=sources)
+    assert str(raised.value).count("broken") == 1
 
 
 @needs_compiler

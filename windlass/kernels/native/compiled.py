@@ -52,20 +52,23 @@ class Native:
 
 
 def load(
-    folder: Path | None = None, extra_flags: Sequence[str] = (), sources: Path = SOURCES
+    folder: Path | None = None,
+    extra_flags: Sequence[str] = (),
+    sources: Path = SOURCES,
+    what: str = "CPU kernels",
 ) -> Native:
     """Load the package's library, or that of `folder` (default: the user's cache), compiled if missing.
 
-    No library of the package has `extra_flags`.
+    No library of the package has `extra_flags`. `what` names the library while it is compiled.
     """
     found, unused = (None, None) if extra_flags else _from_package(sources)
     if found is not None:
         return found
     if unused is None:
-        return _load_compiled(folder, extra_flags, sources)
+        return _load_compiled(folder, extra_flags, sources, what)
     start_log.warning(unused)
     try:
-        found = _load_compiled(folder, extra_flags, sources)
+        found = _load_compiled(folder, extra_flags, sources, what)
     except NativeUnavailable as error:
         raise NativeUnavailable(f"{error}; {unused}") from error
     return replace(found, reason=f"{found.reason}; {unused}")
@@ -91,7 +94,9 @@ def _from_package(sources: Path) -> tuple[Native | None, str | None]:
     return None, f"{carried.path} of the package is not used: {problem}"
 
 
-def _load_compiled(folder: Path | None, extra_flags: Sequence[str], sources: Path) -> Native:
+def _load_compiled(
+    folder: Path | None, extra_flags: Sequence[str], sources: Path, what: str
+) -> Native:
     compilers, problems = find_compilers()
     found = _from_cache(folder, extra_flags, sources, compilers)
     if found is not None:
@@ -102,7 +107,7 @@ def _load_compiled(folder: Path | None, extra_flags: Sequence[str], sources: Pat
     for compiler in compilers:
         try:
             path = cache / f"{stem}-{digest(compiler.version)}.so"
-            return _build(Build(compiler, flags, sources), path)
+            return _build(Build(compiler, flags, sources, what), path)
         except NativeUnavailable as error:
             problems.append(str(error))
     raise NativeUnavailable("no native kernels: " + "; ".join(problems))
@@ -169,7 +174,7 @@ def _build(build: Build, target: Path) -> Native:
 
 def _compile(build: Build, folder: Path) -> float:
     """Compile to folder/windlass.so behind a progress bar; return the seconds."""
-    text = "compiling CPU kernels for this machine, once"
+    text = f"compiling {build.what} for this machine, once"
     with start_bar(text, build.num_files()) as advance:
         return build.run(folder, advance)
 

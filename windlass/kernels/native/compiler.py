@@ -49,6 +49,7 @@ class Build:
     compiler: Compiler
     flags: tuple[str, ...]
     sources: Path
+    what: str = "CPU kernels"  # in the line beside the progress bar
 
     def num_files(self) -> int:
         return len(self._files())
@@ -112,9 +113,14 @@ def find_compilers() -> tuple[list[Compiler], list[str]]:
             problems.append(str(error))
             continue
         version = output.strip().splitlines()[0] if output.strip() else text
-        if version not in [other.version for other in found]:  # c++ is often g++
+        if _release(version) not in [_release(other.version) for other in found]:
             found.append(Compiler(command, version))
     return found, problems
+
+
+def _release(version: str) -> str:
+    """A version without the name that the compiler was called by: c++ is often g++."""
+    return version.partition(" ")[2] or version
 
 
 def _call(command: Sequence[str], timeout_s: float | None = None) -> str:
