@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Server, running
+from windlass.errors import RequestError
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.protocol import ChatRequest
 from windlass.serve.responses_api import ResponsesRequest
@@ -157,3 +158,32 @@ def test_bad_budgets(server: Server, path: str, fields: dict[str, Any], says: st
     response = server.http.post(f"/v1/{path}", json={**messages, **fields})
     assert response.status_code == 400, response.text
     assert says in response.text
+
+
+def test_the_older_form_of_a_call_in_a_history() -> None:
+    call = {"name": "now", "arguments": '{"zone": "UTC"}'}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "now", "content": "noon"},
+    ]
+    body = ChatRequest.of({"messages": messages}, 100)
+    rendered = body.messages[1].for_template()
+    assert rendered["tool_calls"][0]["function"] == {"name": "now", "arguments": {"zone": "UTC"}}
+    assert "function_call" not in rendered
+    with pytest.raises(RequestError, match="a function with a name"):
+        ChatRequest.of({"messages": [{"role": "assistant", "function_call": {"x": 1}}]}, 100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"functions": [{"name": "now"}]}, "Use tools."),
+        ({"function_call": {"name": "now"}}, "Use tool_choice."),
+        ({"max_tokens": -1}, "must be a whole number >= 1, got -1."),
+    ],
+)
+def test_refusals_say_what_to_send_instead(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        ChatRequest.of({**MESSAGES, **fields}, 100)
+    assert text in str(raised.value)

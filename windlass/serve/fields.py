@@ -56,6 +56,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+_REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 
 
 def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> list[RequestError]:
@@ -70,8 +71,10 @@ def check_extra(extra: Mapping[str, Any], known: Iterable[str]) -> list[RequestE
         if name in _IGNORED or name in unknown:
             continue
         if value is not None and value not in _NEUTRAL[name]:
+            newer = _REPLACED.get(name)
+            advice = f"Use {newer}." if newer else "Leave it out."
             raise RequestError(
-                f"{name} is not supported by this server; got {abbreviate(value)}. Leave it out.",
+                f"{name} is not supported by this server; got {abbreviate(value)}. {advice}",
                 name,
             )
     return [unknown_field(name, [*known, *_IGNORED]) for name in unknown]

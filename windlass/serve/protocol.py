@@ -144,13 +144,15 @@ class Message(BaseModel):
     _EMPTY_ALLOWED: ClassVar = {
         "refusal",
         "audio",
-        "function_call",
         "annotations",
         "reasoning",
         "id",
     }
 
     def model_post_init(self, _context: Any) -> None:
+        call = (self.model_extra or {}).pop("function_call", None)
+        if call is not None:  # the older form of tool_calls
+            self.tool_calls = [*(self.tool_calls or ()), {"type": "function", "function": call}]
         for name, value in (self.model_extra or {}).items():
             if name not in self._EMPTY_ALLOWED or (name != "id" and value not in (None, [])):
                 raise unknown_field(name, type(self).model_fields, "messages")
@@ -485,8 +487,9 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         for name in ("max_tokens", "max_completion_tokens"):
-            if getattr(self, name) == 0:
-                raise RequestError(f"{name} must be a whole number >= 1, got 0.", name)
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"{name} must be a whole number >= 1, got {value}.", name)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)
