@@ -28,7 +28,7 @@ _FLAGS = (
     # A mouse, as on a desktop.
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4",
 )
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 280.0
 
 
 def find_chromium() -> str | None:

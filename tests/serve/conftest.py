@@ -68,7 +68,7 @@ class Server:
         return total
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 280.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "timeout: the condition is still false"
@@ -155,7 +155,7 @@ def running(
         assert isinstance(result[0], int), result
         return result[0]
 
-    with httpx.Client(base_url=ready[0], timeout=20, verify=verify) as http:
+    with httpx.Client(base_url=ready[0], timeout=120, verify=verify) as http:
         try:
             yield Server(url=ready[0], http=http, client=client, stop=stop)
         finally:
