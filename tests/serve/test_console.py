@@ -492,11 +492,43 @@ def test_a_phone_has_no_horizontal_scroll(page: Page) -> None:
         assert page.eval("document.documentElement.scrollWidth") <= 375, view
         assert page.eval("document.querySelector('main').scrollWidth") == 375, view
         assert page.eval("document.querySelector('nav').offsetWidth") == 375, view
+    visit(page, "requests")
+    page.wait("document.querySelector('.list tbody tr .phases')")
+    assert page.eval(_CUT_OFF % ".list th, .list td:not(:first-child), .tile strong") == []
     visit(page, "playground")
     page.click("button[aria-label='Options']")
     page.wait("document.querySelector('.settings').getBoundingClientRect().left >= 0")
     page.press("Escape")
     page.wait("!document.querySelector('.settings').classList.contains('open')")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1000, 1280])
+def test_the_list_of_requests_and_the_tiles_fit(page: Page, server: Server, width: int) -> None:
+    page.resize(width, 800)
+    for name in ("a-prompt", "a-prompt-again"):
+        text = "a prompt that is longer than a block of sixteen tokens" * 3
+        server.chat(max_tokens=20, messages=[{"role": "user", "content": text}], request_id=name)
+    visit(page, "requests")
+    page.wait("document.querySelector('.list tbody tr .phases')")
+    assert page.eval("document.querySelector('.list').getBoundingClientRect().right") <= width
+    parts = "[...document.querySelector('.phases').children].map((each) => parseFloat(each.style.width))"
+    assert page.eval(f"{parts}.reduce((total, each) => total + each)") == pytest.approx(
+        100, abs=0.1
+    )
+    visit(page, "server")
+    page.wait("document.querySelectorAll('.tile').length === 6")
+    assert page.eval(_CUT_OFF % ".tile strong") == []
+    tops = page.eval("[...document.querySelectorAll('.tile')].map((each) => each.offsetTop)")
+    assert tops[:3] == tops[:1] * 3
+    assert tops[3:] == tops[3:4] * 3
+
+
+# Texts that are longer than their elements.
+_CUT_OFF = (
+    "[...document.querySelectorAll('%s')].filter((each) => each.scrollWidth > each.clientWidth)"
+    ".map((each) => each.innerText)"
+)
 
 
 @needs_browser

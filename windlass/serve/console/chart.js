@@ -13,13 +13,13 @@ export class Chart {
     this.value = h("strong", { class: "chart-value" }, "–");
     this.plot = svg("svg", { class: "plot", height: HEIGHT, role: "img", tabindex: "0" });
     this.tip = h("div", { class: "tip", hidden: true });
-    this.note = h("p", { class: "chart-empty" });
+    this.note = h("span", {});
     const legend = series.length > 1 && h("ul", { class: "legend" }, series.map((each) => h("li", { class: `c${each.color}` }, each.label)));
     this.element = h(
       "section",
       { class: "card chart", "aria-label": title },
       h("header", {}, h("h2", { title: hint }, title), this.value),
-      h("div", { class: "plot-box" }, this.plot, this.tip, this.note),
+      h("div", { class: "plot-box" }, this.plot, this.tip, h("p", { class: "chart-empty" }, this.note)),
       legend || h("p", { class: "legend hint" }, hint),
     );
     this.plot.addEventListener("pointermove", (event) => this.showAt(event.offsetX));

@@ -40,51 +40,52 @@ function render(body, requests) {
     return;
   }
   const withCost = requests.some((each) => typeof each.cost === "number");
-  const longest = Math.max(...requests.map((each) => each.seconds?.total ?? 0), 1e-6);
-  const names = ["Request", "Started", "Time", "First token", "Prompt", "Output", "Tokens/s", withCost && "Cost", "Where the time went"];
-  const wide = new Set(["Started", "First token", "Prompt", "Tokens/s", "Cost"]);
-  const head = names.filter(Boolean).map((name) => h("th", { scope: "col", class: wide.has(name) ? "wide" : null }, name));
-  const rows = requests.map((each) => row(each, withCost, longest));
-  body.replaceChildren(h("table", { class: "list" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)), legend());
+  const names = ["Request", "Started", "Time", "First token", "Prompt", "Output", "Tokens/s", withCost && "Cost", "Phases"];
+  const classes = { Time: "time", Started: "wide", "First token": "wide", Prompt: "wide", "Tokens/s": "wider", Cost: "wider" };
+  const head = names.filter(Boolean).map((name) => h("th", { scope: "col", class: classes[name] }, name));
+  const rows = requests.map((each) => row(each, withCost));
+  body.replaceChildren(legend(), h("table", { class: "list" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
 }
 
-function row(request, withCost, longest) {
+function row(request, withCost) {
   const { seconds: time, output_tokens: tokens } = request;
   const pace = time?.decode > 0 && tokens > 1 ? (tokens - 1) / time.decode : null;
   const href = `#/requests/${encodeURIComponent(request.id)}`;
   const link = h("a", { href, "aria-label": `Trace of ${request.id}` }, shortId(request.id));
-  const cached = request.cached_tokens ? h("small", {}, ` ${percent(request.cached_tokens / request.prompt_tokens)} cached`) : null;
+  const cached = request.cached_tokens ? h("small", { class: "block plain" }, `${percent(request.cached_tokens / request.prompt_tokens)} cached`) : null;
   return h(
     "tr",
     { onclick: (event) => event.target.closest("a") ?? (location.hash = href) },
     h("td", {}, h("span", { class: `state ${request.state}`, title: request.state }), link, h("small", { class: "block" }, `${request.path} · ${request.model}`)),
     h("td", { class: "wide" }, clockTime(request.started)),
-    h("td", {}, time ? seconds(time.total) : request.elapsed === null ? "–" : seconds(request.elapsed)),
+    h("td", { class: "time" }, time ? seconds(time.total) : request.elapsed === null ? "–" : seconds(request.elapsed)),
     h("td", { class: "wide" }, seconds(request.first_token)),
     h("td", { class: "wide" }, count(request.prompt_tokens), cached),
     h("td", {}, count(tokens)),
-    h("td", { class: "wide" }, pace === null ? "–" : pace.toFixed(1)),
-    withCost && h("td", { class: "wide" }, dollars(request.cost)),
-    h("td", { class: "phases-cell" }, time ? phaseBar(time, longest) : h("span", { class: `badge ${request.state}` }, request.state)),
+    h("td", { class: "wider" }, pace === null ? "–" : pace.toFixed(1)),
+    withCost && h("td", { class: "wider" }, dollars(request.cost)),
+    h("td", { class: "phases-cell" }, time ? phaseBar(time) : h("span", { class: `badge ${request.state}` }, request.state)),
   );
 }
 
 const shortId = (id) => (id.length > 22 ? `${id.slice(0, 21)}…` : id);
 
-function phaseBar(time, longest) {
+// How the time of a request is divided; the column Time has its length.
+function phaseBar(time) {
   const parts = PHASES.filter(([name]) => time[name] > 0);
+  const whole = parts.reduce((total, [name]) => total + time[name], 0);
   const said = parts.map(([name]) => `${name} ${seconds(time[name])}`).join(", ");
   const bar = h("div", { class: "phases", role: "img", "aria-label": said, title: said });
   for (const [name, color] of parts) {
     const part = h("i", { class: `c${color}` });
-    part.style.width = `${(100 * time[name]) / longest}%`;
+    part.style.width = `${(100 * time[name]) / whole}%`;
     bar.append(part);
   }
   return bar;
 }
 
 const legend = () =>
-  h("ul", { class: "legend" }, [["HTTP", 5], ["queue", 4], ["prefill", 2], ["decode", 1]].map(([name, color]) => h("li", { class: `c${color}` }, name)));
+  h("ul", { class: "legend end" }, [["HTTP", 5], ["queue", 4], ["prefill", 2], ["decode", 1]].map(([name, color]) => h("li", { class: `c${color}` }, name)));
 
 // ---- one request -----------------------------------------------------------------------------
 

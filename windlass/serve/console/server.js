@@ -200,12 +200,12 @@ function adapterList(state) {
   const names = Object.entries(state.adapters);
   if (!names.length) return h("p", { class: "muted" }, "No adapters. Load them with --lora-modules NAME=FOLDER, or through the API with an admin key.");
   const stats = state.engines.map((engine) => engine.stats.adapters).find(Boolean);
-  const where = stats && h("p", { class: "muted" }, `${stats.num_resident} on the device, ${stats.num_in_memory} in memory, ${plural(stats.num_waiting, "request")} waiting, ${plural(stats.num_reads, "read")}`);
+  const where = stats && h("p", { class: "muted" }, `${stats.num_resident} on the device, ${stats.num_in_memory} in host memory; read from disk ${plural(stats.num_reads, "time")}; ${plural(stats.num_waiting, "request")} waiting for one.`);
   return h("div", {}, where, h("dl", { class: "facts" }, names.map(([name, folder]) => h("div", {}, h("dt", {}, name), h("dd", {}, folder)))));
 }
 
 function choiceTable(info) {
   const rows = info.choices.map(({ what, value, reason }) => h("div", {}, h("dt", {}, what), h("dd", {}, value, h("small", { class: "block" }, reason))));
-  const phases = Object.entries(info.startup_seconds).map(([name, time]) => `${name} ${seconds(time)}`).join(", ");
-  return h("div", {}, h("dl", { class: "facts" }, rows), phases && h("p", { class: "muted" }, `Start-up: ${phases}.`));
+  const phases = Object.entries(info.startup_seconds).filter(([, time]) => time >= 0.005).map(([name, time]) => `${name} ${seconds(time)}`).join(", ");
+  return h("div", {}, h("dl", { class: "facts" }, rows), phases && h("p", { class: "muted start" }, `Start-up: ${phases}.`));
 }
