@@ -13,10 +13,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import typer
 
 from tests.cli.conftest import Invoke
 from windlass import __version__
 from windlass.cli.chat import interruptible
+from windlass.cli.main import _SECTIONS, app
 from windlass.cli.prompts import jobs_from_file, parse_line
 from windlass.core.expert_load import ExpertLoad, read_placements
 from windlass.errors import RequestError
@@ -27,6 +29,19 @@ DUMMY = ("--load-format", "dummy", "--num-blocks", "64", "--num-threads", "1")
 
 def test_version(windlass: Invoke) -> None:
     assert windlass("--version").out == f"windlass {__version__}\n"
+
+
+def test_help_lists_every_command_with_a_whole_sentence(windlass: Invoke) -> None:
+    text = windlass("--help").out
+    assert "..." not in text.partition("Run:")[2]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    listed = [name for names in _SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(commands)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "windlass", "--version"]
+    assert subprocess.check_output(command, text=True) == f"windlass {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from inspect import cleandoc
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from windlass.cli.balance_experts import balance_experts
 from windlass.cli.bench import app as bench
@@ -41,8 +43,32 @@ from windlass.cli.train_draft import TRAIN_DRAFT_OPTIONS, train_draft
 from windlass.cli.tune import TUNE_OPTIONS, tune
 from windlass.version import __version__
 
+_SECTIONS = {
+    "Run": ("serve", "chat", "generate", "run-batch", "cluster"),
+    "Prepare": ("doctor", "inspect", "plan", "tune", "config", "compile", "keys", "cache"),
+    "Measure": ("bench", "eval", "ladder", "profile"),
+    "Make": ("quantize", "train-draft", "balance-experts"),
+    "Look at a running server": ("explain", "memory", "usage"),
+}
+
+
+class _Commands(TyperGroup):
+    """Lists the commands by section, each with its whole first sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._summary(ctx, name)) for name in names])
+
+    def _summary(self, ctx: Any, name: str) -> str:
+        command = self.get_command(ctx, name)
+        assert command is not None
+        return cleandoc(command.help or "").partition("\n\n")[0].replace("\n", " ")
+
+
 app = typer.Typer(
     name="windlass",
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -66,7 +92,10 @@ def root(
         bool, switch("Show errors with a traceback.", "--traceback", envvar="WINDLASS_TRACEBACK")
     ] = False,
 ) -> None:
-    """LLM inference with a measured cost for every speed-up."""
+    """Serve open-weight language models on your own hardware, and measure what each optimisation gives.
+
+    `windlass serve` without a model fetches a small one (93 MB) and serves it at http://127.0.0.1:8000.
+    """
 
 
 _MODEL_OPTIONS = [*ENGINE_OPTIONS, *LORA_OPTIONS, *GRAMMAR_OPTIONS, *PARALLEL_OPTIONS]
