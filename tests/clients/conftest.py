@@ -47,7 +47,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="package")
-def says() -> Iterator[Server]:
-    """A model that says the last text between SAY( and )YAS."""
-    with running(card=replace(CARD, chat_template=TEMPLATE, max_positions=8192)) as server:
+def says(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that says the last text between SAY( and )YAS; with files and batches."""
+    card = replace(CARD, chat_template=TEMPLATE, max_positions=8192)
+    with running(card=card, data_dir=str(tmp_path_factory.mktemp("data"))) as server:
         yield server

@@ -42,7 +42,8 @@ def chat_output(
     """
     structured, dialect = sampling.structured_outputs, output_format.dialect
     if tools is not None and tools.forced:
-        if structured is not None:
+        # As in OpenAI's API, response_format describes text, and the output is a call.
+        if structured is not None and structured.source != "response_format":
             raise RequestError(
                 f"{structured.source} and a tool_choice that requires a call both set the format of "
                 "the output. Send one.",

@@ -36,3 +36,9 @@ for method in ("function_calling", "json_schema"):
 responses = ChatOpenAI(base_url=f"{SAYS}/v1", model="counter", use_responses_api=True, **OPTIONS)
 assert responses.invoke(say("Hello.")).text == "Hello."
 assert "".join(chunk.text for chunk in responses.stream(say("Hello."))) == "Hello."
+answer = responses.bind_tools([weather]).invoke([question])
+assert [(made["name"], made["args"]) for made in answer.tool_calls] == [
+    ("get_weather", {"city": "Rome"})
+]
+result = ToolMessage(weather.invoke({"city": "Rome"}), tool_call_id=answer.tool_calls[0]["id"])
+assert responses.invoke([question, answer, result]).text == "It is sunny in Rome."

@@ -25,6 +25,9 @@ assert "".join(part.delta or "" for part in says.stream_chat(hello)) == "Hello."
 free = says.chat_with_tools([weather], say(call("get_weather", city="Rome")))
 (made,) = says.get_tool_calls_from_response(free)
 assert (made.tool_name, made.tool_kwargs) == ("get_weather", {"city": "Rome"})
+*_, last = says.stream_chat_with_tools([weather], say(call("get_weather", city="Rome")))
+(made,) = says.get_tool_calls_from_response(last)
+assert (made.tool_name, made.tool_kwargs) == ("get_weather", {"city": "Rome"})
 forced = tiny.chat_with_tools([weather], "Weather?", tool_required=True)
 made, *_ = tiny.get_tool_calls_from_response(forced)
 assert made.tool_kwargs["city"] in CITIES

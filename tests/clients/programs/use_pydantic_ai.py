@@ -18,6 +18,9 @@ for kind in (OpenAIChatModel, OpenAIResponsesModel):
     plain = Agent(model, tools=[get_weather], model_settings=SETTINGS)
     result = plain.run_sync(say(call("get_weather", city="Rome")))
     assert result.output == "It is sunny in Rome."
+    with plain.run_stream_sync(say(call("get_weather", city="Rome"))) as streamed:
+        *_, last = streamed.stream_text()
+    assert last == "It is sunny in Rome."
 
 # The tool's result asks for the structured result.
 agent = Agent(OpenAIChatModel("counter", provider=says), model_settings=SETTINGS)
