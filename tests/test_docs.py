@@ -195,6 +195,22 @@ def _python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    rows = re.findall(
+        r"^\| (?:H200|2 CPU cores).*? \| ([\d.,]+) \| ([\d.,]+) \| ([\d.]+) \|$",
+        (ROOT / "README.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    assert len(rows) >= 6
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    for other, own, ratio in rows:
+        assert f"| {other} |" in benchmarks
+        assert f"| {own} |" in benchmarks
+        assert float(own.replace(",", "")) / float(other.replace(",", "")) == pytest.approx(
+            float(ratio), abs=0.0051
+        )
+
+
 def test_the_client_of_the_readme(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = [each for each in _python_blocks(ROOT / "README.md") if "OpenAI(" in each]
     exec(block.replace("http://127.0.0.1:8000", server.url), {})
