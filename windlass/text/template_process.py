@@ -35,7 +35,7 @@ from windlass.text.template_worker import (
 _log = logging.getLogger("windlass.serve")
 
 RENDER_TIMEOUT_S = 5.0  # a conversation of 4,096 messages takes a tenth of a second
-_START_TIMEOUT_S = 60.0  # Python starts and imports jinja2, possibly from a slow disk
+_START_TIMEOUT_S = 300.0  # Python starts and imports jinja2, possibly on a busy machine
 
 
 class Renderer(Protocol):
