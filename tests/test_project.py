@@ -75,6 +75,7 @@ BELOW: dict[str, set[str]] = {
     "tools": {"llm", "async_llm", "build_scorer"},
     "cluster": {"tools"},
     "cli": {"cluster"},
+    "__main__": {"cli"},
 }
 # The runner's side imports only plain values from core.
 TYPES = {

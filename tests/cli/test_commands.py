@@ -39,6 +39,11 @@ def test_help_lists_every_command_with_a_whole_sentence(windlass: Invoke) -> Non
     assert sorted(listed) == sorted(commands)
 
 
+@pytest.mark.parametrize("group", ["bench", "cache", "cluster"])
+def test_help_of_a_group_has_whole_sentences(windlass: Invoke, group: str) -> None:
+    assert "..." not in windlass(group, "--help").out.partition("Commands:")[2]
+
+
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "windlass", "--version"]
     assert subprocess.check_output(command, text=True) == f"windlass {__version__}\n"

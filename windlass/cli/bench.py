@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.bench_serve import add_to
-from windlass.cli.command import Options, PanelCommand, register, reported
+from windlass.cli.command import CommandGroup, Options, PanelCommand, register, reported
 from windlass.cli.config_file import read_config
 from windlass.cli.flags import (
     Context,
@@ -30,7 +30,9 @@ from windlass.errors import ConfigError
 _BATCHES = "1,8,64,256"
 _ADAPTER_OPTIONS = [item for item in LORA_OPTIONS if item.name == "lora_dtype"]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run benchmarks.")
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Run benchmarks."
+)
 
 InputLen = Annotated[int | None, option("N", "Prompt tokens per request; default: the workload's.")]
 OutputLen = Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.command import PanelCommand, reported
+from windlass.cli.command import CommandGroup, PanelCommand, reported
 from windlass.cli.flags import log, option, switch
 from windlass.errors import ConfigError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from windlass.tiers.disk_admin import StoredModel
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Show, check and clear the KV blocks of --prefix-cache-dir.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.command import PanelCommand, reported
+from windlass.cli.command import CommandGroup, PanelCommand, reported
 from windlass.cli.flags import log, option, switch
 from windlass.errors import ConfigError
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from windlass.cluster.plan import ModelPlan
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Run a fleet of models on Ray Serve."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run a fleet of models on Ray Serve.",
 )
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FILE", help="The fleet file, in YAML.")]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from windlass.cli.config_file import read_config
 from windlass.cli.flags import log
@@ -76,6 +76,21 @@ class Options:
     def gate(self) -> GateConfig:
         made: GateConfig = split_options({"gate": GateConfig}, self.only(GATE_OPTIONS))["gate"]
         return made
+
+
+class CommandGroup(TyperGroup):
+    """Lists commands with their whole first sentences, by section if there are sections."""
+
+    sections: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        for title, names in (self.sections or {"Commands": list(self.commands)}).items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._summary(name)) for name in names])
+
+    def _summary(self, name: str) -> str:
+        first = inspect.cleandoc(self.commands[name].help or "").partition("\n\n")[0]
+        return first.replace("\n", " ")
 
 
 class PanelCommand(TyperCommand):

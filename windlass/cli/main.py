@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from inspect import cleandoc
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from windlass.cli.balance_experts import balance_experts
 from windlass.cli.bench import app as bench
 from windlass.cli.cache import app as cache
 from windlass.cli.chat import chat
 from windlass.cli.cluster import app as cluster
-from windlass.cli.command import PanelCommand, register
+from windlass.cli.command import CommandGroup, PanelCommand, register
 from windlass.cli.compile import compile as compile_kernels
 from windlass.cli.config import config
 from windlass.cli.doctor import doctor
@@ -52,18 +50,8 @@ _SECTIONS = {
 }
 
 
-class _Commands(TyperGroup):
-    """Lists the commands by section, each with its whole first sentence."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for title, names in _SECTIONS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name, self._summary(ctx, name)) for name in names])
-
-    def _summary(self, ctx: Any, name: str) -> str:
-        command = self.get_command(ctx, name)
-        assert command is not None
-        return cleandoc(command.help or "").partition("\n\n")[0].replace("\n", " ")
+class _Commands(CommandGroup):
+    sections = _SECTIONS
 
 
 app = typer.Typer(
