@@ -281,6 +281,10 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
                 raise ConfigError(f"{flag(name)} must be above 0, got {value}.")
+            if value is not None and value > 1000 * _MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{flag(name)} must be at most {1000 * _MAX_TIMEOUT_S:g}, got {value:g}."
+                )
         if self.slo_tpot_ms is not None and not self.enable_chunked_prefill:
             raise ConfigError(
                 "--slo-tpot-ms needs chunked prefill, since it limits the prompt tokens of a step. Drop "

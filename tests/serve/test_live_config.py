@@ -535,6 +535,7 @@ def test_every_live_setting_has_its_effect_without_a_restart(
         ({"slo_admission": True}, "slo_admission", "needs --slo-ttft-ms"),
         ({"slo_ttft_ms": 5}, "slo_ttft_ms", "does nothing without --slo-tpot-ms"),
         ({"slo_tpot_ms": 0}, "slo_tpot_ms", "must be above 0, got 0"),
+        ({"slo_tpot_ms": 1e308}, "slo_tpot_ms", "must be at most 1e+10, got 1e+308"),
         ({"allowed_hosts": ["a/b"]}, "allowed_hosts", "--allowed-hosts 'a/b'"),
         ({"record_share": 0}, "record_share", "must be above 0 and at most 1, got 0"),
         ({"record_traffic": "/x"}, "record_traffic", "start it with --record-traffic"),
