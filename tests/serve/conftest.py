@@ -141,19 +141,26 @@ def running(
         except BaseException as error:
             result.append(error)
 
-    thread = threading.Thread(target=body)
+    # A server that does not start must not keep pytest from ending.
+    thread = threading.Thread(target=body, daemon=True)
     thread.start()
-    wait_until(lambda: bool(ready or result))
-    if not ready:
-        raise AssertionError("the server did not start") from result[0]  # type: ignore[misc]
 
     def stop() -> int:
-        if thread.is_alive():
+        if thread.is_alive() and holder:
             loop, event = holder[0]
             loop.call_soon_threadsafe(event.set)
             thread.join(60)
+        assert result, "the server did not stop"
         assert isinstance(result[0], int), result
         return result[0]
+
+    try:
+        wait_until(lambda: bool(ready or result))
+    except BaseException:
+        stop()
+        raise
+    if not ready:
+        raise AssertionError("the server did not start") from result[0]  # type: ignore[misc]
 
     with httpx.Client(base_url=ready[0], timeout=120, verify=verify) as http:
         try:
