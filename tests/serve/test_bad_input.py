@@ -74,11 +74,6 @@ BAD_CHATS = [
         "tool_choice",
         "not in tools (now)",
     ),
-    (
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
-        "Send one",
-    ),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
     (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},

@@ -593,4 +593,5 @@ def test_two_processes_use_one_directory(root: Path, open_store: Open) -> None:
     put(store, 100)  # knows all records now
     assert store.stats().corrupt == 0
     assert store.stats().evictions > 0
-    assert len([*root.glob("*/*.kv")]) == 20
+    # Fewer if both have made room for the same record.
+    assert 10 < len([*root.glob("*/*.kv")]) <= 20

@@ -51,6 +51,8 @@ from windlass.core.types import (
 from windlass.errors import EngineError, Overloaded, RequestError
 
 _NO_BLOCKS: list[BlockId] = []
+# The fields of an output of tokens behind `timeline`.
+_UNSET = (None,) * (len(Output._fields) - Output._fields.index("timeline") - 1)
 _MIN_BUDGET = 64  # tokens: a device without memory for these will not recover
 
 
@@ -726,7 +728,7 @@ class Scheduler:
         if got.prompt_logprobs is not None:
             prompt_scores = request.unreported(row, got.prompt_logprobs)
         values = (request.request_id, tokens, scores, prompt_scores, finish, stop_token)
-        return make_tuple(Output, (*values, None, timeline, None, None))
+        return make_tuple(Output, (*values, None, timeline, *_UNSET))
 
     def _end_pooled(self, request: Request, pooled: bytes, now: float) -> Output:
         """Finish a pooling request with its vector."""
