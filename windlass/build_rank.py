@@ -240,9 +240,8 @@ def build_worker(
     config = claim_gpu(config, place)
     claim_cpus(config.model, CpuSlot(cpus.index + place.local_rank, cpus.count))
     sends_results = place.rank == config.parallel.last_stage
-    if (
-        not sends_results
-    ):  # only the clock of the rank whose results count decides about slow grammars
+    if not sends_results:
+        # Only the clock of the rank whose results count decides about slow grammars.
         config = replace(config, grammar=replace(config.grammar, grammar_step_timeout=math.inf))
     ready()
     rank = build_rank(config, source, BuildLog(), mesh=connect(place))
