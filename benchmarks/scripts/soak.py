@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,7 +318,7 @@ def report(soak: Soak, accounted: dict[str, Any], args: argparse.Namespace) -> i
     Record(
         name="soak",
         rows=[summary, *soak.faults],
-        notes="; ".join(soak.tally.problems),
+        notes="; ".join(f"{n} x {what}" for what, n in Counter(soak.tally.problems).items()),
         settings={**vars(args), "hang_timeout_s": HANG_TIMEOUT_S, "failed_checks": failed},
     ).save(args.output)
     print(summary, "failed checks:", failed or "none")
