@@ -54,10 +54,11 @@ class FakeStores:
         """The runner's part: saves are copied before anything of the plan is computed."""
         for block, key in plan.saves:
             assert block not in self.writing
-            self.num_saves += 1
+            self.num_saves += self.lacks(key)
             for size, found in zip(self.sizes, self.records, strict=True):
                 if self.random.random() >= self.loss:
                     found[key] = list(self.pages[block])
+                    found.move_to_end(key)
                 while len(found) > size:
                     found.popitem(last=False)
         for row in plan.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,34 @@ def test_a_write_waits_for_steps_that_still_use_the_blocks(
     assert all((pages == 99).all() for pages in old)
     for block in range(20):
         assert all((pages[:, block] == block + 1).all() for pages in cache.planes())
+    copies.close()
+
+
+def test_a_write_that_fails_half_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = wide_cache()
+    copies = open_copies(cache, monkeypatch)
+    assert isinstance(copies, kv_copies.StreamedBlockCopies)
+    for row in range(12):
+        copies.rows.row(row)[:] = bytes([row + 1]) * copies.record_bytes
+    for block in range(12):
+        fill(cache, block, 99)
+    move, calls = copies._move, 0
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("no memory")
+        move(*args)
+
+    monkeypatch.setattr(copies, "_move", failing)
+    torch.cuda._sleep(LONG)
+    with pytest.raises(RuntimeError, match="no memory"):
+        copies.write(list(range(12)), ids(list(range(12))))
+    copies.wait()
+    for block in range(12):  # two chunks of four were started: others may use the blocks now
+        content = block + 1 if block < 8 else 99
+        assert all((pages[:, block] == content).all() for pages in cache.planes())
     copies.close()
 
 

@@ -143,6 +143,21 @@ def test_the_first_blocks_of_a_prefix_are_evicted_last() -> None:
     device.tiers.close()
 
 
+def test_what_the_device_has_is_evicted_first() -> None:
+    device = Device(num_rows=3)
+    device.save(1, 2, 3)
+    assert all(device.load((2, 8), (3, 9)).values())
+    device.save(2)  # the device evicts it
+    device.save(4)
+    device.tiers.poll()
+    assert [device.tiers.find(b"%d" % n) for n in (1, 2, 3, 4)] == [0, 0, None, 0]
+    device.save(5)
+    device.tiers.poll()
+    assert [device.tiers.find(b"%d" % n) for n in (1, 2, 4, 5)] == [None, 0, 0, 0]
+    assert device.tiers.stats()[0].num_saves == 5  # 2 was copied once
+    device.tiers.close()
+
+
 def test_full_rows_refuse_saves() -> None:
     device = Device(num_rows=2)
     device.save(1, 2, 3)

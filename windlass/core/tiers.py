@@ -1,6 +1,6 @@
 """KV tiers below the device: which blocks are saved, which prefixes are loaded, and who waits for them.
 
-A block that is evicted from the device is saved. A queued request whose prefix is longer in the tiers
+A block that is evicted from the device is saved, unless its record is still stored. A queued request whose prefix is longer in the tiers
 than on the device waits while the missing blocks are loaded, if that is faster than computing them:
 
     blocks      | on the device | in a tier           | nowhere
@@ -414,7 +414,8 @@ class Tiers(NoTiers):
         if not (evictions or self._loads or self._prompts):
             return None
         assert evictions is not None
-        saves = [(block, key) for key, block in evictions.items() if self._stores.lacks(key)]
+        # Records that stores have as well: from now on they are the only ones.
+        saves = [(block, key) for key, block in evictions.items()]
         evictions.clear()
         # A prompt's block that was evicted meanwhile is saved by its eviction.
         for key in list(self._prompts)[:_MAX_PROMPT_SAVES]:

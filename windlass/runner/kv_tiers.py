@@ -287,7 +287,7 @@ class KVTiers:
     def _save(self, saves: Sequence[tuple[BlockId, bytes]]) -> None:
         blocks, rows = [], []
         for block, key in saves:
-            if self._host.contains(key):
+            if self._host.use(key):
                 self._write_behind(key)
                 continue
             row = self._host.reserve()
@@ -455,6 +455,9 @@ class KVTiers:
             self._tiers[record.tier].num_loads += 1
             self._release(record)
             self._ended.append((record.key, True))
+        # The device has them, too. Prefixes are evicted from their end: the last records come first.
+        for record in reversed(writing.records):
+            self._host.evict_first(record.key)
 
     def _release(self, record: _Record) -> None:
         """Let others use the row of a record that is whole."""

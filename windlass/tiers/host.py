@@ -1,6 +1,7 @@
 """The host tier: records in rows of host memory, least recently used evicted first.
 
-Rows are copied from and to the device directly (runner/kv_copies.py). A record appears in the store
+A record that was loaded is evicted before all others, until the device evicts its block: what both have
+would take the room of what only the host has. Rows are copied from and to the device directly (runner/kv_copies.py). A record appears in the store
 when its row is committed; a row that a copy reads or writes is pinned, and stays.
 """
 
@@ -43,6 +44,20 @@ class HostStore:
 
     def contains(self, key: bytes) -> bool:
         return key in self._records
+
+    def use(self, key: bytes) -> bool:
+        """Make a record the most recently used. False: there is no such record."""
+        with self._lock:
+            if key not in self._records:
+                return False
+            self._records.move_to_end(key)
+            return True
+
+    def evict_first(self, key: bytes) -> None:
+        """Evict a record before all others, unless it is used again."""
+        with self._lock:
+            if key in self._records:
+                self._records.move_to_end(key, last=False)
 
     def reserve(self) -> int | None:
         """A row to fill, until `commit` or `free`; evicts the oldest record. None: all are in use."""
