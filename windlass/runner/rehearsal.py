@@ -13,6 +13,7 @@ from windlass.core.types import Row, SlotId, StepOptions, StepPlan
 
 _MIN_TOKENS = 1024  # mixed graphs cover smaller steps
 _SHORT_CHUNK = 2  # tokens
+_CACHED = 4  # times a chunk's tokens: what attention gathers at a time
 
 
 def rehearsal(
@@ -32,9 +33,10 @@ def rehearsal(
         left = num_tokens - num_decodes - _SHORT_CHUNK
         if left > 0:
             rows = [_row(slot, 0, count) for count in (*[1] * num_decodes, _SHORT_CHUNK)]
-            # Chunks behind as many cached tokens.
-            counts = _divided(left, max(1, max_positions // 2))
-            plans.append(StepPlan(rows + [_row(slot, count, count) for count in counts]))
+            for count in _divided(left, max(1, max_positions // 2)):
+                num_cached = min(_CACHED * count, max_positions - count)
+                rows.append(_row(slot, num_cached, count))
+            plans.append(StepPlan(rows))
     return plans
 
 

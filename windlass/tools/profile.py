@@ -80,7 +80,7 @@ def _rules(*pairs: tuple[str, str]) -> list[Rule]:
 
 # Names that identify the work in any scope.
 _CERTAIN = _rules(
-    ("attention", r"^paged_|flash|fmha|scaled_dot_product"),
+    ("attention", r"^paged_|attention|^latent_(decode|prefill)|^gather_kernel|flash|fmha|scaled_dot"),
     ("norm", r"^(add_)?rms_norm"),
     ("rope and KV write", r"^rope_"),
     ("activation", r"^silu_"),
@@ -90,6 +90,7 @@ _CERTAIN = _rules(
 # For work outside of all scopes.
 _LIKELY = _rules(
     (_GEMM, r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|aten::(mm|addmm|bmm|linear)$"),
+    (_GEMM, r"_(linear|gated)_kernel$|^int4_(wide|many)|^eight_bit|^dequantise"),
     ("sampling", r"argmax|exponential|distribution|sort|topk|softmax|cumsum|scatter|reduce"),
     ("copies", r"memcpy|memset|aten::(to|_to_copy|copy_|tensor|lift_fresh|item|index)"),
 )

@@ -13,7 +13,14 @@ from windlass.kernels.batch import AttentionWork, Heads, LayerKV, LongChunks, St
 from windlass.kernels.gemm_io import Outputs
 from windlass.kernels.triton import chunk_attention, pdl
 from windlass.kernels.triton.attention_kernels import paged_decode_kernel, paged_prefill_kernel
-from windlass.kernels.triton.chunk_attention import Keys, Queries, gather, no_sums, pieces
+from windlass.kernels.triton.chunk_attention import (
+    LONG_PIECE,
+    Keys,
+    Queries,
+    gather,
+    no_sums,
+    pieces,
+)
 from windlass.kernels.triton.chunk_attention import attend as attend_to
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.norm import values_and_scales
@@ -83,7 +90,7 @@ def _attend_chunks(
     q, dtype = Queries(queries), queries.dtype
     sums = no_sums(queries) if chunks.contexts else None
     for context in chunks.contexts:
-        for piece in pieces(context, queries.shape[0]):
+        for piece in pieces(context, LONG_PIECE * queries.shape[0]):
             keys = gather(kv.keys, kv.key_scales, kv, batch, context, piece, dtype)
             values = gather(kv.values, kv.value_scales, kv, batch, context, piece, dtype)
             attend_to(q, Keys(keys, values), out, context.tiles, options, sums=sums, cached=True)

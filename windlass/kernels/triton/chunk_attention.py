@@ -27,6 +27,8 @@ from windlass.kernels.triton.fit import fit
 _LOG2_E = 1.4426950408889634
 _ROWS = 128  # tokens of a tile
 _MIN_PIECE = 2048  # cached tokens that are gathered at a time
+# Pieces of a whole context are longer: each costs a wave of programs that is not full, and a merge.
+LONG_PIECE = 4  # times the tokens of the step
 _GATHERED = 16  # tokens per program of a gather
 _DIMS = (64, 128)  # of heads; accumulators of more would not fit
 
@@ -183,7 +185,7 @@ def no_sums(queries: Tensor) -> Tensor:
 
 
 def pieces(context: CachedContext, num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut cached tokens into ranges (first, count), each about as long as a step of `num_tokens`."""
+    """Cut cached tokens into ranges (first, count) of about `num_tokens`."""
     size = max(_MIN_PIECE, num_tokens)
     for first in range(0, context.num_tokens, size):
         yield first, min(size, context.num_tokens - first)

@@ -255,7 +255,8 @@ def hopper_attention_kernel(
     Tiles of queries and of keys have the same length, so that only the last tile of keys is masked.
     """
     TILE: gl.constexpr = keys.block_type.shape[0]
-    tile, head = gl.program_id(0), gl.program_id(1)
+    # The last queries of a chunk have the most keys: first, so that the last programs are short.
+    tile, head = gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(1)
     token = gl.load(tiles + tile * 4)
     count = gl.load(tiles + tile * 4 + 1)
     origin = 0
