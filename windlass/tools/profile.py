@@ -80,7 +80,10 @@ def _rules(*pairs: tuple[str, str]) -> list[Rule]:
 
 # Names that identify the work in any scope.
 _CERTAIN = _rules(
-    ("attention", r"^paged_|attention|^latent_(decode|prefill)|^gather_kernel|flash|fmha|scaled_dot"),
+    (
+        "attention",
+        r"^paged_|attention|^latent_(decode|prefill)|^gather_kernel|flash|fmha|scaled_dot",
+    ),
     ("norm", r"^(add_)?rms_norm"),
     ("rope and KV write", r"^rope_"),
     ("activation", r"^silu_"),
