@@ -51,6 +51,8 @@ _TEXT_COLUMNS = (
     "types",
     "checkpoint",
     "reader",
+    "step",
+    "work",
 )
 # Pages of the docs with tables.
 PAGES = (
@@ -72,6 +74,7 @@ PAGES = (
 )
 _TABLE = re.compile(r"(<!-- table:([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS: dict[str, Columns] = {
+    "profile": {"step": "step", "work": "work", "ms": "ms", "percent": "%"},
     "slo-control": {
         "controller": "targets",
         "requests": "requests",
