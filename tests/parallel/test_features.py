@@ -35,6 +35,7 @@ from windlass.core.speculation import governor
 from windlass.core.types import Draft, StepPlan, TierStats, TokenLogprob
 from windlass.models.rank_weights import RankShape
 from windlass.runner.collectives import SharedMemoryGroup
+from windlass.runner.kv_tiers import KVTiers
 from windlass.tiers.disk_files import fingerprint_folders, read_description
 
 __all__ = ["verify_all"]
@@ -120,8 +121,12 @@ def test_every_rank_has_the_kv_records_of_its_slice(mesh: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
-def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path) -> None:
+def test_a_restart_finds_the_kv_records_of_every_rank(
+    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A record that one rank has lost is a miss on all, until the ranks have saved it again."""
+    # On a busy machine, computing these short prompts may be faster than loading them.
+    monkeypatch.setattr(KVTiers, "record_s", lambda *_: 0.0)
     family("dense", tmp_path)
     want = results(make(tmp_path, 1, load_format="dummy"))
     root = tmp_path / "cache"
@@ -149,7 +154,7 @@ def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path)
 
     assert run().num_loads == 0
     warm = run()
-    assert warm.num_hit_tokens > 0
+    assert warm.num_hit_tokens == 16 * num_full
     assert warm.num_failures == 0
     for rank in (1, 0):
         for damage in (Path.unlink, lambda file: file.write_bytes(b"damaged")):
@@ -157,8 +162,7 @@ def test_a_restart_finds_the_kv_records_of_every_rank(mesh: str, tmp_path: Path)
                 damage(file)
             assert run().num_hit_tokens == 0
             again = run()
-            # How many tokens of a prefix are loaded depends on the measured speeds.
-            assert again.num_hit_tokens > 0
+            assert again.num_hit_tokens == warm.num_hit_tokens
             assert again.num_failures == 0
 
 

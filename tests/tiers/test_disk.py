@@ -589,9 +589,11 @@ def test_two_processes_use_one_directory(root: Path, open_store: Open) -> None:
             store.refresh()
         process.stdin.close()
         assert process.wait(30) == 0
-    store.refresh()
-    put(store, 100)  # knows all records now
     assert store.stats().corrupt == 0
     assert store.stats().evictions > 0
-    # Fewer if both have made room for the same record.
-    assert 10 < len([*root.glob("*/*.kv")]) <= 20
+    # Both may have made room for the same record. One process alone fills the directory again.
+    store.refresh()
+    for number in range(100, 120):
+        put(store, number)
+        assert len([*root.glob("*/*.kv")]) <= 20
+    assert len([*root.glob("*/*.kv")]) == 20
