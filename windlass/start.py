@@ -14,6 +14,7 @@ from windlass.build_rank import Source, build_worker
 from windlass.config import AUTO, EngineConfig, ServeConfig, check_server, flag
 from windlass.core.card import EngineReport, ModelCard
 from windlass.errors import ConfigError
+from windlass.machine.device import check_cpu_replicas, runs_on_cpu
 from windlass.machine.topology import CpuSlot
 from windlass.models.file_digest import file_digest
 from windlass.models.source import ModelFiles, resolve
@@ -39,6 +40,8 @@ def make_client(
     from windlass.serve.handover import SplitPolicy
 
     parallel, split, secret = config.parallel, None, b""
+    if runs_on_cpu(config.model.device):
+        check_cpu_replicas(parallel.data_parallel_size)
     if parallel.hands_over and not config.cache.prefix_caching:
         raise ConfigError(
             "--prefill-replicas and --role hand cached KV blocks over. Leave out --no-prefix-caching."
@@ -249,7 +252,6 @@ def _check_fallbacks(
 ) -> None:
     """Refuse engines whose memory is not planned."""
     from windlass.serve.fallback import check_memory
-    from windlass.serve.launch import runs_on_cpu
 
     engines = [("the model", config)]
     for step, other in fallbacks:

@@ -24,10 +24,11 @@ from tests.system.server import Server, serving
 from windlass import LLM, AsyncLLM, SamplingParams
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.machine.topology import Core, CpuSlot, Topology
+from windlass.machine import device as machine_device
+from windlass.machine.topology import Core, CpuSlot, Topology, process_topology
 from windlass.runner import device
 from windlass.runner.device import claim_devices
-from windlass.start import cpu_slots
+from windlass.start import cpu_slots, make_client
 
 OPTIONS = {
     "load_format": "dummy",
@@ -244,7 +245,8 @@ def test_each_replica_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = tuple(Core(0, (number,)) for number in range(8))
-    monkeypatch.setattr(device, "process_topology", lambda: Topology(cores, 8, 8, 1))
+    for module in (device, machine_device):
+        monkeypatch.setattr(module, "process_topology", lambda: Topology(cores, 8, 8, 1))
     config = EngineConfig.of(device="cpu", data_parallel_size=4)
     claim_devices(config, 3)
     before = torch.get_num_threads()
@@ -255,8 +257,15 @@ def test_replicas_divide_the_cores_and_the_memory_of_a_cpu(monkeypatch: pytest.M
         torch.set_num_threads(before)
     assert config.limits("cpu").memory_share == EngineConfig().limits("cpu").memory_share / 4
     assert config.limits("cuda").memory_share == EngineConfig().limits("cuda").memory_share
-    with pytest.raises(ConfigError, match="at least one CPU, and 8 are allowed"):
-        claim_devices(EngineConfig.of(device="cpu", data_parallel_size=9), 0)
+
+
+def test_more_replicas_than_cpus_are_refused_before_any_starts() -> None:
+    num_cpus = process_topology().num_usable_cpus
+    config = EngineConfig.of(device="cpu", data_parallel_size=num_cpus + 1)
+    message = f"at least one CPU, and {num_cpus} are allowed. Use at most {num_cpus} replicas"
+    for refuse in (lambda: claim_devices(config, 0), lambda: make_client(config)):
+        with pytest.raises(ConfigError, match=message):
+            refuse()
 
 
 def test_engines_of_a_server_divide_the_cores() -> None:

@@ -15,6 +15,7 @@ from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.gpu import gpu_of
 from windlass.machine.cgroup import memory_limit
+from windlass.machine.device import check_cpu_replicas
 from windlass.machine.topology import (
     CpuShare,
     CpuSlot,
@@ -158,12 +159,7 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
     option, ranks = f"--data-parallel-size {parallel.data_parallel_size}", parallel.ranks_per_node
     num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
-        cpus = process_topology().num_usable_cpus
-        if parallel.data_parallel_size > cpus:
-            raise ConfigError(
-                f"{option}: a replica needs at least one CPU, and {cpus} are allowed. Use at "
-                f"most {cpus} replicas."
-            )
+        check_cpu_replicas(parallel.data_parallel_size)
         return
     if parallel.processes_per_node > num_gpus:
         raise ConfigError(

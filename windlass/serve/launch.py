@@ -20,6 +20,7 @@ from pathlib import Path
 
 from windlass.config import Device, ServeConfig
 from windlass.core.card import EngineReport, ModelCard
+from windlass.machine.device import runs_on_cpu
 from windlass.serve.descriptors import raise_descriptor_limit
 from windlass.serve.event_loop import run_loop
 from windlass.serve.fallback import FallbackStep
@@ -34,7 +35,6 @@ _log = logging.getLogger("windlass.serve")
 # After --shutdown-timeout: time for the last responses and for the engine process to end.
 _EXIT_GRACE_S = 15.0
 
-_NVIDIA = Path("/dev/nvidiactl")  # exists where the driver is loaded
 _CORES_PER_WORKER = 4
 _MAX_DEFAULT_WORKERS = 4
 
@@ -116,11 +116,6 @@ def num_http_workers(device: Device) -> int:
     if runs_on_cpu(device):
         return 1
     return min(_MAX_DEFAULT_WORKERS, max(1, (os.cpu_count() or 1) // _CORES_PER_WORKER))
-
-
-def runs_on_cpu(device: Device) -> bool:
-    """Whether an engine with this option will run on a CPU."""
-    return device == "cpu" or (device == "auto" and not _NVIDIA.exists())
 
 
 class ExitDeadline:
