@@ -123,6 +123,7 @@ def test_gpu_keeps_weights_packed_without_a_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_gpu_unpacks_small_weights() -> None:
+    pytest.importorskip("triton")
     linears = Linears(CUDA, torch.bfloat16)
     small = torch.randn(576, 640)
     for scheme in ("int4", "int8", "nf4"):

@@ -86,7 +86,7 @@ def admission(form: dict[str, Any], tokens: bytes = b"", **sampling: Any) -> Slo
         num_prompt=2,
         sampling=params,
         stop_ids=frozenset({EOS}),
-        seed=7,
+        seed=7 if params.seed is None else params.seed,
         grammar=grammars().acquire(name),
     )
 

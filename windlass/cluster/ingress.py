@@ -31,12 +31,13 @@ from windlass.core.types import NewRequest, TokenLogprob
 from windlass.errors import EngineError, RequestError, UnsupportedError
 from windlass.serve.app import create_app
 from windlass.serve.fallback import FallbackStep
+from windlass.serve.fallback_chain import with_fallbacks
 from windlass.serve.live_config import LiveConfig, StartConfig
 from windlass.serve.problems import Busy, problem_of
 from windlass.serve.quarantine import Suspects
 from windlass.serve.reload import Reloads
 from windlass.serve.routes import make_router
-from windlass.serve.services import Services, make_services, with_fallbacks
+from windlass.serve.services import Services, make_services
 from windlass.serve.summary import RequestSummary
 from windlass.serve.transport import CONNECTION
 

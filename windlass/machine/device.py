@@ -1,18 +1,17 @@
-"""What can be told of the device without importing torch."""
+"""What is known of the device without importing torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from windlass.config import Device
 from windlass.errors import ConfigError
 from windlass.machine.topology import process_topology
 
 _NVIDIA = Path("/dev/nvidiactl")  # exists where the driver is loaded
 
 
-def runs_on_cpu(device: Device) -> bool:
-    """Whether an engine with this option will run on a CPU."""
+def runs_on_cpu(device: str) -> bool:
+    """Whether an engine with this --device will run on a CPU."""
     return device == "cpu" or (device == "auto" and not _NVIDIA.exists())
 
 

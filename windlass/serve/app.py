@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from windlass.config import ServeConfig
 from windlass.errors import EngineError
 from windlass.serve.console_files import CONSOLE_PATHS
+from windlass.serve.generation_services import GenerationServices
 from windlass.serve.hosts import HostGuard
 from windlass.serve.keys import KeyGuard
 from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.response import ClientDisconnected
-from windlass.serve.services import GenerationServices
 
 
 def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:

@@ -12,12 +12,12 @@ from windlass.core.types import Timeline
 from windlass.errors import EngineError
 from windlass.serve.desk import Ticket
 from windlass.serve.formatters import usage
+from windlass.serve.generation_services import GenerationServices
 from windlass.serve.keys import Sender
 from windlass.serve.prepare import Prepared
 from windlass.serve.protocol import GenerationRequest
 from windlass.serve.response import ResponseFormat, cancel_on_disconnect
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
-from windlass.serve.services import GenerationServices
 from windlass.serve.trace_store import Entry
 from windlass.text.beam_search import BeamSearch, BeamSearchParams, output_of
 from windlass.text.completion import Completion

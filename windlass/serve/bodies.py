@@ -21,9 +21,9 @@ from windlass.errors import RequestError
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.body_limits import INLINE_BYTES
 from windlass.serve.fallback import FALLBACK_MODES, FallbackMode
+from windlass.serve.generation_services import GenerationServices
 from windlass.serve.problems import BodyTooLarge, UnsupportedMediaType
 from windlass.serve.protocol import MAX_DEADLINE_MS
-from windlass.serve.services import GenerationServices
 
 _log = logging.getLogger("windlass.serve")
 

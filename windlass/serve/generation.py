@@ -40,6 +40,7 @@ from windlass.serve.fallback import (
     reason_of,
 )
 from windlass.serve.formatters import ChatFormatter, CompletionFormatter, Formatter, Json
+from windlass.serve.generation_services import Fallbacks, FallbackTier, GenerationServices
 from windlass.serve.keys import BATCH_OWNER, Sender
 from windlass.serve.llama_api import LlamaCompletionRequest, LlamaInfillRequest
 from windlass.serve.llama_format import LlamaFormat
@@ -52,7 +53,6 @@ from windlass.serve.response import CompletionResponse, ResponseFormat, ended_on
 from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
-from windlass.serve.services import Fallbacks, FallbackTier, GenerationServices
 from windlass.serve.tenants import Tenant
 
 GenerationBody = ChatRequest | CompletionRequest

@@ -198,8 +198,8 @@ async def serve_until(stop: asyncio.Event, parts: ServerParts) -> int:
     try:
         card = parts.open_card()
         await asyncio.sleep(0)  # sends the build to the engine processes
+        from windlass.serve.fallback_chain import FallbackEngine
         from windlass.serve.server import Server
-        from windlass.serve.services import FallbackEngine
 
         server = Server(
             parts.client,

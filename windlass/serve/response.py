@@ -19,13 +19,13 @@ from windlass.errors import EngineError
 from windlass.serve.cost import Cost
 from windlass.serve.desk import Ticket
 from windlass.serve.formatters import Json, usage
+from windlass.serve.generation_services import GenerationServices
 from windlass.serve.inbox import Inbox
 from windlass.serve.keys import Sender
 from windlass.serve.prepare import Prepared
 from windlass.serve.problems import Problem, problem_of
 from windlass.serve.protocol import GenerationRequest
 from windlass.serve.served_completion import ServedCompletion, TokenTimer
-from windlass.serve.services import GenerationServices
 from windlass.serve.trace_store import Entry
 from windlass.serve.transport import CONNECTION, LimitedProtocol
 from windlass.text.completion import Completion, Delta

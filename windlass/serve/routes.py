@@ -20,6 +20,7 @@ from windlass.serve.batch.routes import BatchRoutes, FileRoutes
 from windlass.serve.bodies import names_unknown_fields, read_as, reply, reply_off_loop
 from windlass.serve.console_routes import ConsoleRoutes
 from windlass.serve.generation import Generation
+from windlass.serve.generation_services import GenerationServices
 from windlass.serve.health import Health
 from windlass.serve.json_body import decode_object
 from windlass.serve.llama_api import LlamaTokenizeRequest
@@ -34,7 +35,7 @@ from windlass.serve.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from windlass.serve.services import GenerationServices, Services
+from windlass.serve.services import Services
 from windlass.serve.tenant_routes import TenantRoutes
 from windlass.serve.trace_routes import TraceRoutes
 from windlass.version import __version__

@@ -14,6 +14,7 @@ from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.errors import WorkerDied
 from windlass.serve.app import create_app
 from windlass.serve.descriptors import connection_cap
+from windlass.serve.fallback_chain import FallbackEngine
 from windlass.serve.handle import EngineHandle
 from windlass.serve.http.pool import HttpWorkers
 from windlass.serve.http_server import LAST_RESPONSES_S, HttpServer
@@ -24,7 +25,7 @@ from windlass.serve.prefill_port import PrefillPort
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_router
-from windlass.serve.services import FallbackEngine, make_services
+from windlass.serve.services import make_services
 from windlass.serve.throughput_log import ThroughputLog
 from windlass.serve.tls import Tls, make_tls
 

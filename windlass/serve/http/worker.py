@@ -15,6 +15,13 @@ from windlass.serve.acceptor import Accept
 from windlass.serve.app import create_app
 from windlass.serve.event_loop import run_loop
 from windlass.serve.fallback import FallbackStep
+from windlass.serve.fallback_chain import tier_config
+from windlass.serve.generation_services import (
+    Fallbacks,
+    FallbackTier,
+    GenerationServices,
+    make_generation_services,
+)
 from windlass.serve.http import messages
 from windlass.serve.http.forward import Dispatch, Forwarder
 from windlass.serve.http.link import Link
@@ -35,13 +42,6 @@ from windlass.serve.metric_samples import MetricSample
 from windlass.serve.reload import Reloads
 from windlass.serve.response import with_direct_send
 from windlass.serve.routes import make_worker_router
-from windlass.serve.services import (
-    Fallbacks,
-    FallbackTier,
-    GenerationServices,
-    make_generation_services,
-    tier_config,
-)
 from windlass.serve.tls import make_tls
 
 _HEARTBEAT_S = 1.0
