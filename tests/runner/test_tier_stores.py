@@ -212,7 +212,7 @@ def test_a_store_that_fails_is_a_miss(store: FakeStore) -> None:
 def test_a_slow_store_gets_no_more_records_than_its_queue_holds(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.runner.kv_tiers._MAX_WRITES", 2)
+    monkeypatch.setattr("windlass.runner.tier_threads._MAX_WRITES", 2)
     device = Device(num_rows=8, stores=[store])
     store.go.clear()
     device.save(0, 1, 2, 3)

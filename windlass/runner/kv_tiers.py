@@ -17,11 +17,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from threading import BoundedSemaphore, Event
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +37,7 @@ from windlass.runner.kv_copies import (
     offload_bytes,
 )
 from windlass.runner.kv_records import RecordLayout
+from windlass.runner.tier_threads import NUM_READERS, PeerTier, Record, SlowTier, Tier, submit
 from windlass.tiers.host import HostStore
 from windlass.tiers.peer import PeerExport, PeerStore
 from windlass.tiers.store import BlockStore
@@ -49,23 +47,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("windlass.tiers")
 
-_NUM_READERS = 4
-_MAX_WRITES = 512  # records that wait to be written to one store; more are refused
-_RECENT = 0.2  # weight of the last measurement
 _MAX_INCOMPLETE = 65_536  # keys; a load of one that was forgotten fails once more
 _FORGET_S = 60.0  # half-life of a measured rate: a store that was slow once is tried again
-_STUCK_S = 10.0  # a store that reads nothing for so long does not answer
-
-
-class _Record(NamedTuple):
-    """A record that is loaded."""
-
-    key: bytes
-    row: int
-    block: BlockId
-    tier: int
-    ok: bool = True
-    seconds: float = 0.0  # that the store took
 
 
 class _Saving(NamedTuple):
@@ -77,89 +60,7 @@ class _Writing(NamedTuple):
     """Rows on their way into blocks."""
 
     copy: PendingCopy
-    records: list[_Record]
-
-
-@dataclass(slots=True)
-class _Tier:
-    """One store, and what was counted and measured. The thread that submits steps changes it."""
-
-    store: BlockStore
-    record_s: float = 0.0  # seconds to load one record; 0: not measured yet
-    num_loads: int = 0
-    num_failures: int = 0
-    num_refused: int = 0
-    measured_at: float = field(default_factory=perf_counter)
-
-    def measure(self, seconds: float) -> None:
-        """Update the rate with the seconds that one record took."""
-        self.record_s += (_RECENT if self.record_s else 1.0) * (seconds - self.record_s)
-        self.measured_at = perf_counter()
-
-
-class _SlowTier(_Tier):
-    """A store that threads read and write."""
-
-    def __init__(self, store: BlockStore) -> None:
-        super().__init__(store)
-        self.readers = _threads(_NUM_READERS, f"windlass-{store.name}-read")
-        self.writer = _threads(1, f"windlass-{store.name}-write")
-        self.room = BoundedSemaphore(_MAX_WRITES)  # for further writes
-        self.reads: dict[int, _Record] = {}  # in progress, by row
-        self.late: set[int] = set()  # rows of reads that nothing waits for any more
-        self.answered_at = 0.0  # the end of the last read, or the start of the first one
-
-    def lacks(self, key: bytes) -> bool:
-        """Whether the store would take a record."""
-        return not self.store.contains(key)
-
-    def read(self, record: _Record, work: Callable[[], None], now: float) -> None:
-        """Start a read, and note that it is in progress."""
-        if not self.reads:
-            self.answered_at = now
-        self.reads[record.row] = record
-        _submit(self.readers, work)
-
-    def ended(self, record: _Record, now: float) -> bool:
-        """A read has ended. False: nothing waits for it."""
-        self.answered_at = now
-        if record.row not in self.late:
-            del self.reads[record.row]
-            return True
-        self.late.discard(record.row)
-        if not self.late:
-            _log.warning("the %s tier answers again.", self.store.name)
-        return False
-
-    def give_up(self, now: float) -> list[_Record]:
-        """The reads that nothing waits for any more, since the store does not answer."""
-        if not self.reads or now - self.answered_at < _STUCK_S:
-            return []
-        found = list(self.reads.values())
-        _log.warning(
-            "the %s tier has read no KV block for %.0f s: %d blocks are computed instead, and it is "
-            "not used until it answers.",
-            *(self.store.name, _STUCK_S, len(found)),
-        )
-        self.reads.clear()
-        self.late.update(record.row for record in found)
-        return found
-
-    def close(self) -> None:
-        self.readers.shutdown(cancel_futures=True)
-        self.writer.shutdown()
-        self.store.close()
-
-
-class _PeerTier(_SlowTier):
-    """The store between two engines, which takes what the other one needs."""
-
-    def __init__(self, store: PeerExport | PeerStore) -> None:
-        super().__init__(store)
-        self._peer = store
-
-    def lacks(self, key: bytes) -> bool:
-        return self._peer.wants(key) and not self._peer.contains(key)
+    records: list[Record]
 
 
 def open_tiers(
@@ -201,8 +102,8 @@ class KVTiers:
         self._clock = clock
         self._copies = copies
         self._host = HostStore(copies.rows)
-        self._slow = [_SlowTier(store) for store in others]
-        self._tiers: list[_Tier] = [_Tier(self._host, host_record_s), *self._slow]
+        self._slow = [SlowTier(store) for store in others]
+        self._tiers: list[Tier] = [Tier(self._host, host_record_s), *self._slow]
         self.names: Sequence[str] = [tier.store.name for tier in self._tiers]
         self.keeps_prompts = bool(others)
         self.choices: list[Choice] = []  # lines of the start-up table
@@ -211,14 +112,14 @@ class KVTiers:
         self._saving: deque[_Saving] = deque()
         self._writing: deque[_Writing] = deque()
         self._queued: deque[tuple[bytes, BlockId, int]] = deque()  # wait for a row
-        self._fetched: SimpleQueue[_Record] = SimpleQueue()
+        self._fetched: SimpleQueue[Record] = SimpleQueue()
         self._ended: list[tuple[bytes, bool]] = []
         self._others: _OtherRanks | None = None
         self._is_closed = False
 
     def share(self, peer: PeerExport | PeerStore) -> None:
         """Add the store between this engine and another one, before the first plan."""
-        tier = _PeerTier(peer)
+        tier = PeerTier(peer)
         self._slow.append(tier)
         self._tiers.append(tier)
         self.names = [*self.names, peer.name]
@@ -318,12 +219,12 @@ class KVTiers:
             if row is None:
                 continue
             if tier.room.acquire(blocking=False):
-                _submit(tier.writer, partial(self._put, tier, key, row))
+                submit(tier.writer, partial(self._put, tier, key, row))
             else:
                 tier.num_refused += 1
                 self._host.unpin(row)
 
-    def _put(self, tier: _SlowTier, key: bytes, row: int) -> None:
+    def _put(self, tier: SlowTier, key: bytes, row: int) -> None:
         """On a tier's thread: store a pinned row."""
         try:
             tier.store.put(key, self._copies.rows.row(row))
@@ -333,7 +234,7 @@ class KVTiers:
             self._host.unpin(row)
             tier.room.release()
 
-    def _find_loads(self, loads: Sequence[tuple[bytes, BlockId]]) -> list[_Record]:
+    def _find_loads(self, loads: Sequence[tuple[bytes, BlockId]]) -> list[Record]:
         """The loads whose records lie in host memory, pinned; queues those from other stores.
 
         The last blocks of a prefix come first: of records that are used at the same time, stores evict
@@ -343,7 +244,7 @@ class KVTiers:
         for key, block in reversed(loads):
             row = self._host.pin(key)
             if row is not None:
-                ready.append(_Record(key, row, block, 0))
+                ready.append(Record(key, row, block, 0))
                 continue
             number = self.find(key)
             if number is None:
@@ -359,7 +260,7 @@ class KVTiers:
             if row is None:
                 break
             key, block, number = self._queued.popleft()
-            record = _Record(key, row, block, number)
+            record = Record(key, row, block, number)
             self._slow[number - 1].read(record, partial(self._fetch, record), self._clock())
         is_moving = self._writing or self._saving or any(tier.reads for tier in self._slow)
         if self._queued and not is_moving:
@@ -368,7 +269,7 @@ class KVTiers:
                 self._fail(key, number)
             self._queued.clear()
 
-    def _fetch(self, record: _Record) -> None:
+    def _fetch(self, record: Record) -> None:
         """On a tier's thread: read a record into its row."""
         store, ok, began = self._tiers[record.tier].store, False, perf_counter()
         try:
@@ -377,7 +278,7 @@ class KVTiers:
             _log.exception("the %s tier could not load a KV block", store.name)
         self._fetched.put(record._replace(ok=ok, seconds=perf_counter() - began))
 
-    def _write(self, records: list[_Record]) -> None:
+    def _write(self, records: list[Record]) -> None:
         """Copy rows into blocks."""
         if not records:
             return
@@ -425,14 +326,14 @@ class KVTiers:
         if self._queued:
             self._fetch_queued()
 
-    def _take_fetched(self) -> list[_Record]:
+    def _take_fetched(self) -> list[Record]:
         """The records that threads have read into rows, and that loads wait for."""
         fetched = []
         while not self._fetched.empty():
             record = self._fetched.get()
             is_awaited = self._slow[record.tier - 1].ended(record, self._clock())
             if record.ok and is_awaited:
-                self._tiers[record.tier].measure(record.seconds / _NUM_READERS)
+                self._tiers[record.tier].measure(record.seconds / NUM_READERS)
                 fetched.append(record)
             elif record.ok:
                 self._host.commit(record.row, record.key)
@@ -442,7 +343,7 @@ class KVTiers:
                     self._fail(record.key, record.tier)
         return fetched
 
-    def _give_up(self, number: int, late: list[_Record]) -> None:
+    def _give_up(self, number: int, late: list[Record]) -> None:
         """Fail the loads from a store that does not answer. It still fills the rows of `late`."""
         for record in late:
             self._fail(record.key, number)
@@ -459,7 +360,7 @@ class KVTiers:
         for record in reversed(writing.records):
             self._host.evict_first(record.key)
 
-    def _release(self, record: _Record) -> None:
+    def _release(self, record: Record) -> None:
         """Let others use the row of a record that is whole."""
         if record.tier:
             self._host.commit(record.row, record.key)
@@ -515,24 +416,6 @@ class KVTiers:
         for tier in self._slow:
             tier.close()
         self._copies.close()
-
-
-def _threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads that run from now on: the pool's own would be started by later calls, which may fail."""
-    threads, go = ThreadPoolExecutor(count, name), Event()
-    try:
-        for _ in range(count):
-            threads.submit(go.wait)
-    finally:
-        go.set()
-    return threads
-
-
-def _submit(threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-    try:
-        threads.submit(work)
-    except RuntimeError:  # the process is exiting, and its threads have ended
-        work()
 
 
 class _OtherRanks:

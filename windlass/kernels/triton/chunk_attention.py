@@ -287,7 +287,5 @@ def attend(
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    """Of [tokens, heads, dim] as a matrix [tokens, ...], read in tiles of `rows` tokens and one head."""
-    tokens, heads, dim = values.shape
-    width = (heads - 1) * values.stride(1) + dim
-    return TensorDescriptor(values, [tokens, width], [values.stride(0), 1], [rows, dim])
+    """Of tiles of `rows` tokens and one head."""
+    return TensorDescriptor(values, *hopper_attention.matrix_of(values), [rows, values.shape[2]])

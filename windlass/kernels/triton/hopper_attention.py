@@ -348,10 +348,14 @@ def attend(
     )
 
 
-def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    """Of [tokens, heads, dim] as a matrix [tokens, ...], read in tiles of `rows` tokens and one head."""
+def matrix_of(values: Tensor) -> tuple[list[int], list[int]]:
+    """The shape and strides of [tokens, heads, dim] as a matrix [tokens, ...]."""
     tokens, heads, dim = values.shape
-    width = (heads - 1) * values.stride(1) + dim
-    box = [rows, dim]
+    return [tokens, (heads - 1) * values.stride(1) + dim], [values.stride(0), 1]
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    """Of tiles of `rows` tokens and one head."""
+    box = [rows, values.shape[2]]
     kind = gl.bfloat16 if values.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(values, [tokens, width], [values.stride(0), 1], box, _LAYOUT(box, kind))
+    return TensorDescriptor(values, *matrix_of(values), box, _LAYOUT(box, kind))
