@@ -20,6 +20,15 @@ from windlass.models.rope import frequencies
 LAYERS = {"num_hidden_layers": 4}
 ONE_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.5, 2.0, 3.0, 4.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
 NO_GROUPS = {"num_key_value_heads": 6}
@@ -62,15 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral3",
         {
             "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 16,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
-            },
+            "rope_parameters": MINISTRAL_YARN,
         },
     ),
     "mistral-nemo": ("Mistral", {"sliding_window": None, "head_dim": 16, "rope_theta": 1e6}),

@@ -12,21 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.comparison import TINY, our_logits
+from tests.models.test_dense_families import MINISTRAL_YARN
 from tests.quant.folders import loaded, logits
 from windlass.errors import UnsupportedError
 from windlass.models.families.registry import read_hparams
 
 IDS = torch.randint(6, 97, (37,), generator=torch.Generator().manual_seed(4))
 TEXT: dict[str, Any] = {**TINY, "head_dim": 16}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -56,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral-small-3.2": ("Mistral3", {**TEXT, "model_type": "mistral"}, PIXTRAL),
     "ministral-3": (
         "Mistral3",
-        {**TEXT, "model_type": "ministral3", "rope_parameters": YARN},
+        {**TEXT, "model_type": "ministral3", "rope_parameters": MINISTRAL_YARN},
         PIXTRAL,
     ),
     "qwen2-vl": ("Qwen2VL", {**TINY, **SECTIONS}, QWEN),
