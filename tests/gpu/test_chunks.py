@@ -45,7 +45,7 @@ def with_long_chunks(batch: StepBatch) -> StepBatch:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rows", CHUNKS, ids=str)
+@pytest.mark.parametrize("rows", [*CHUNKS, [(5000, 300)]], ids=str)  # the last one in three pieces
 def test_long_chunks(
     rows: list[tuple[int, int]],
     heads: Heads,
