@@ -105,7 +105,8 @@ def test_long_chunks(rows: list[tuple[int, int]], codes: bool, dtype: torch.dtyp
     mixed = latent.latent_attention(queries, kv, batch, scale, heads.rank)
     want = latent.latent_outputs(mixed, weights, batch)
     got = attend_latent(*args, ours, with_long_chunks(batch), scale)
-    if codes:  # a chunk reads its own keys before they are quantised, which changes them by up to 1/16
+    # A chunk reads its own keys before they are quantised, which changes them by up to 1/16.
+    if codes:
         assert (got.float() - want.float()).abs().max() <= want.float().abs().max() / 16
     else:
         close(got, want, factor=3)
