@@ -43,6 +43,8 @@ AUTO = -1  # for integers: the engine chooses the value and reports the reason
 MAX_THREADS = 1024
 MAX_HTTP_WORKERS = 64
 MIN_LOG_INTERVAL_S = 0.05
+MIN_HANG_TIMEOUT_S = 0.5  # an idle engine sends a heartbeat several times as often
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 _MAX_TIMEOUT_S = 1e7  # about 115 days; timers cannot wait much longer
 
 
@@ -572,7 +574,12 @@ class ServeConfig:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_body_bytes")
         at_least(self, 1, "stream_interval")
-        at_least(self, 0, "shutdown_timeout", "hang_timeout", "price_per_hour")
+        at_least(self, 0, "shutdown_timeout", "price_per_hour")
+        if self.hang_timeout != 0 and not self.hang_timeout >= MIN_HANG_TIMEOUT_S:
+            raise ConfigError(
+                f"--hang-timeout must be 0 (never) or at least {MIN_HANG_TIMEOUT_S} (seconds), got "
+                f"{self.hang_timeout}: an engine that works would be killed."
+            )
         for name in ("shutdown_timeout", "hang_timeout"):
             if getattr(self, name) > _MAX_TIMEOUT_S:
                 raise ConfigError(
@@ -628,7 +635,10 @@ class ServeConfig:
         return self.enable_log_requests
 
     def _check_transport(self) -> None:
-        at_least(self, 1, "max_url_bytes", "max_header_bytes", "max_header_fields")
+        # A server accepts PATCH /admin/config in any case, so that each limit can be raised again.
+        at_least(self, 64, "max_url_bytes")
+        at_least(self, 512, "max_header_bytes")
+        at_least(self, 10, "max_header_fields")
         at_least(self, 1, "max_stream_buffer_bytes", "min_transfer_rate")
         if self.http_workers != AUTO:
             at_least(self, 1, "http_workers")
@@ -654,6 +664,12 @@ class ServeConfig:
                 raise ConfigError(
                     f"--allowed-hosts {host!r}: expected a host name or address without scheme and "
                     "path, for example api.example.com; * allows any."
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins {origin!r:.200}: expected a scheme and a host in lower case, as "
+                    "browsers send them, for example https://shop.example:8443; * allows any."
                 )
 
 

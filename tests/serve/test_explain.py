@@ -222,6 +222,23 @@ def test_explain_finds_the_response_id(narrow: Server) -> None:
     assert only["engine_seconds"]["decode"] > 4 * 0.005
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "chatcmpl-"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}, "msg_"),
+        ("/v1/responses", {"input": "Hi"}, "resp_"),
+    ],
+)
+def test_explain_finds_the_response_id_of_every_api(
+    narrow: Server, path: str, body: dict[str, Any], prefix: str
+) -> None:
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
+    sent = narrow.http.post(path, json={"model": "counter", limit: 20, **body}).json()
+    assert sent["id"].startswith(prefix), sent
+    assert explain(narrow, sent["id"]).json()["id"] == sent["id"]
+
+
 def test_a_request_that_waited_for_a_slot(narrow: Server) -> None:
     responses: list[Any] = []
 

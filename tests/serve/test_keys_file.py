@@ -150,7 +150,7 @@ def test_workers_get_the_table(tmp_path: Path) -> None:
         ({"tenants": {"shop": {"keys": [{"key": "hunter2"}]}}}, r"keys\.0.*windlass keys"),
         ({"tenants": {"shop": {"keys": [{"sha256": "hunter2"}]}}}, r"keys\.0.*windlass keys"),
         (tenants(weigth=2), "unknown field 'weigth'. Did you mean 'weight'"),
-        (tenants(weight=0), "weight: .*greater than 0"),
+        (tenants(weight=0), "weight: .*greater than or equal to 0.000001; got 0"),
         (tenants(weight="2"), "weight: "),
         (tenants(requests_per_minute=0), "requests_per_minute"),
         (tenants(tokens_per_minute=1.5), "tokens_per_minute"),
@@ -200,6 +200,25 @@ def test_changes_are_written_into_the_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(ObjectNotFound):
         asyncio.run(keys.change("other", {"weight": 1}))
     assert Path(path).read_text() == content
+
+
+def test_the_last_admin_key_cannot_be_removed(tmp_path: Path) -> None:
+    """No key could give the rights back."""
+    file = tenants()
+    file["tenants"]["ops"] = {"keys": [{"sha256": digest("ops")}], "admin": True}
+    path = write(tmp_path, file)
+    keys = Keys.of(ServeConfig(keys_file=path))
+    content = Path(path).read_text()
+    expired = [{"sha256": digest("ops"), "expires": "2020-01-31"}]
+    for bad in ({"admin": False}, {"disabled": True}, {"keys": []}, {"keys": expired}):
+        with pytest.raises(RequestError, match="would leave no key with admin rights"):
+            asyncio.run(keys.change("ops", bad))
+    assert Path(path).read_text() == content
+    assert keys.sender_of(request("ops")).tenant.admin
+    asyncio.run(keys.change("shop", {"admin": True}))
+    asyncio.run(keys.change("ops", {"admin": False}))
+    with_flag = Keys.of(ServeConfig(keys_file=path, admin_key=("boss",)))
+    asyncio.run(with_flag.change("shop", {"admin": False}))
 
 
 def test_a_bad_file_keeps_the_old_state_at_a_reload(tmp_path: Path) -> None:

@@ -453,7 +453,7 @@ def _hang_timeout(server: Server) -> None:
     """A step that would hang for an hour ends the engine at once."""
     del server
     with running(counting(Options()), admin_key=(ADMIN,), hang_timeout=3600.0) as other:
-        assert patch(other, {"hang_timeout": 0.2}).status_code == 200
+        assert patch(other, {"hang_timeout": 0.5}).status_code == 200
         assert other.complete(prompt="HANG").status_code == 503
 
 
@@ -531,6 +531,14 @@ def test_every_live_setting_has_its_effect_without_a_restart(
         ({"max_num_batched_tokens": 63}, "max_num_batched_tokens", "below --max-num-seqs (64)"),
         ({"spec_enabled": False}, "spec_enabled", "does nothing without speculation"),
         ({"hang_timeout": 1e300}, "hang_timeout", "must be at most 1e+07, got 1e+300"),
+        ({"hang_timeout": 1e-320}, "hang_timeout", "must be 0 (never) or at least 0.5"),
+        ({"max_url_bytes": 1}, "max_url_bytes", "must be at least 64, got 1"),
+        ({"max_header_bytes": 1}, "max_header_bytes", "must be at least 512, got 1"),
+        ({"max_header_fields": 1}, "max_header_fields", "must be at least 10, got 1"),
+        ({"allowed_origins": ["shop.example"]}, "allowed_origins", "'shop.example': expected"),
+        ({"allowed_origins": ["http://"]}, "allowed_origins", "'http://': expected"),
+        ({"allowed_origins": ["http://shop.example/"]}, "allowed_origins", "expected a scheme"),
+        ({"allowed_origins": ["http://Shop.example"]}, "allowed_origins", "in lower case"),
         ({"log_stats_interval": 1e-300}, "log_stats_interval", "must be 0 or at least 0.05"),
         ({"slo_admission": True}, "slo_admission", "needs --slo-ttft-ms"),
         ({"slo_ttft_ms": 5}, "slo_ttft_ms", "does nothing without --slo-tpot-ms"),

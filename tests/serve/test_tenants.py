@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 BODY = {"prompt": "Hi", "max_tokens": 4}
 TENANTS: dict[str, Any] = {
     "boss": {"admin": True},
+    "second": {"admin": True},
     "shop": {"weight": 2.0},
     "other": {},
     "slow": {"requests_per_minute": 1, "tokens_per_minute": 1000},
@@ -159,10 +160,12 @@ def test_models_of_a_tenant(server: Server) -> None:
         assert refused.status_code == 404
         assert refused.json()["error"]["code"] == "model_not_found"
     assert server.http.get("/api/tags", headers=bearer("nothing")).json() == {"models": []}
-    for path in ("/v1/embeddings", "/tokenize"):
-        body = {"input": "Hi", "prompt": "Hi"}
+    for path in ("/v1/embeddings", "/tokenize", "/v1/messages/count_tokens"):
+        messages = [{"role": "user", "content": "Hi"}]
+        body = {"input": "Hi", "prompt": "Hi", "messages": messages, "model": "counter"}
         found = server.http.post(path, json=body, headers=bearer("nothing"))
-        assert found.status_code == 404
+        assert found.status_code == 404, found.text
+    assert server.http.get("/props", headers=bearer("nothing")).status_code == 404
 
 
 def test_changes_are_checked_kept_and_logged(
@@ -199,6 +202,19 @@ def test_changes_are_checked_kept_and_logged(
     (own,) = [each for each in listed if each["name"] == "changed"]
     assert (own["disabled"], own["max_priority"]) == (True, 2)
     assert digest("changed") not in json.dumps(listed)
+
+
+def test_an_admin_that_changes_its_own_key_gets_an_answer(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="windlass.audit")
+    keys = [{"id": "second-2", "sha256": digest("second again")}]
+    url = "/admin/tenants/second"
+    changed = server.http.patch(url, json={"keys": keys}, headers=bearer("second"))
+    assert changed.status_code == 200, changed.text
+    assert "second (key second-1) changed keys of tenant second" in caplog.text
+    assert server.http.get("/v1/models", headers=bearer("second")).status_code == 401
+    assert server.http.get("/v1/models", headers=bearer("second again")).status_code == 200
 
 
 def test_tenants_share_no_cached_prefix(server: Server) -> None:
@@ -251,6 +267,9 @@ def test_usage_as_csv_and_its_parameters(server: Server) -> None:
         assert {row["start"] % 3600 for row in found["data"]} == {0}
     past = {"since": "2020-01-01", "until": "2021-01-01T00:00:00Z"}
     assert server.http.get("/admin/usage", params=past, headers=boss).json()["data"] == []
+    turned = {"since": "2021-01-01", "until": "2020-01-01"}
+    found = server.http.get("/admin/usage", params=turned, headers=boss)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "since")
     for name, value in {"since": "soon", "bucket": "week", "format": "xml", "x": "1"}.items():
         found = server.http.get("/admin/usage", params={name: value}, headers=boss)
         assert found.status_code == 400

@@ -228,6 +228,55 @@ def test_links_are_not_followed(root: Path, open_store: Open, tmp_path: Path) ->
     assert not file_of(root, 2).is_symlink()
 
 
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def test_a_directory_in_place_of_a_record_costs_this_record_only(
+    root: Path, open_store: Open
+) -> None:
+    store = open_store(clock=Clock())
+    put(store, 1)
+    replace_by_directory(file_of(root, 1))
+    assert read(store, 1) is None
+    assert store.stats().corrupt == 1
+    assert not store.put(key_of(1), record_of(1))
+    assert store.stats().refused == 1
+    put(store, 2)  # at once: the disk is not at fault
+    assert read(store, 2) == record_of(2)
+
+
+def test_a_directory_in_place_of_a_record_is_evicted_from_the_index(
+    root: Path, open_store: Open
+) -> None:
+    store = open_store(num_records=1)
+    put(store, 1)
+    replace_by_directory(file_of(root, 1))
+    put(store, 2)
+    assert store.stats().num_records == 1
+    assert read(store, 2) == record_of(2)
+
+
+def test_strange_files_do_not_keep_records_from_being_synced(
+    root: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("windlass.tiers.disk.os.fsync", synced.append)
+    monkeypatch.setattr("windlass.tiers.disk._TICK_S", 3600.0)
+    store = open_store()
+    put(store, 1, 2, 3)
+    for number in (1, 2):
+        file_of(root, number).unlink()
+    file_of(root, 1).symlink_to(file_of(root, 1))
+    os.mkfifo(file_of(root, 2))
+    thread = threading.Thread(target=store._sync, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive()  # no process writes into the pipe
+    assert len(synced) == 1
+
+
 def test_a_directory_that_others_can_write_is_refused(root: Path, open_store: Open) -> None:
     root.mkdir()
     root.chmod(0o777)

@@ -49,6 +49,9 @@ def _stop(delta: Delta, has_calls: bool) -> Json:
     return {"stop_reason": _STOP_REASONS.get(reason, reason), "stop_sequence": None}
 
 
+ID_PREFIX = "msg_"
+
+
 class AnthropicFormat:
     """Formats the responses of /v1/messages. Content blocks are numbered in order of appearance."""
 
@@ -59,7 +62,7 @@ class AnthropicFormat:
         self._parsing = prepared.parsing
         self._parser = OutputParser(prepared.parsing)
         self._head: Json = {
-            "id": prepared.response_id.replace("chatcmpl-", "msg_", 1),
+            "id": prepared.response_id,
             "type": "message",
             "role": "assistant",
             "model": model,

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from windlass.core.card import ModelCard
 from windlass.core.types import BATCH_PRIORITY
 from windlass.errors import EngineError, RequestBlocked, RequestError
+from windlass.serve import anthropic_format, responses_format
 from windlass.serve.anthropic_api import MessagesRequest
 from windlass.serve.anthropic_format import AnthropicFormat
 from windlass.serve.beam_response import BeamResponse
@@ -53,7 +54,6 @@ from windlass.serve.response import CompletionResponse, ResponseFormat, ended_on
 from windlass.serve.response_store import ResponseStore
 from windlass.serve.responses_api import ResponsesRequest, messages_of
 from windlass.serve.responses_format import ResponsesFormat
-from windlass.serve.tenants import Tenant
 
 GenerationBody = ChatRequest | CompletionRequest
 MakeFormat = Callable[[GenerationBody, Prepared, ModelCard], ResponseFormat]
@@ -67,6 +67,7 @@ class ApiCall:
     make_format: MakeFormat
     unknown_fields: Sequence[RequestError]
     options: DeadlineField  # of the body that was sent
+    id_prefix: str | None = None  # of the response's id; None: OpenAI's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Exchange:
     ticket: Ticket
     sender: Sender
     allowed_s: float | None  # from its arrival to its deadline
+    id_prefix: str | None = None
     content: bytes | None = None  # identifies it to all models; None: one model may answer
 
     def degraded(self, tier: FallbackTier | None) -> Exchange:
@@ -150,6 +152,7 @@ class Generation:
         """POST /v1/messages/count_tokens"""
         services = self._services
         body = await read_as(request, MessagesRequest.read_to_count, services)
+        services.preparer.adapter_of(body.model, services.keys.tenant_of(request))
         report = services.client.report
         text = await services.preparer.render(body, report)
         tokens = await services.preparer.encode(text, False, report)
@@ -195,7 +198,7 @@ class Generation:
             )
 
         chat = body.chat(earlier)
-        return ApiCall(chat, make_format, body.unknown_fields, body)
+        return ApiCall(chat, make_format, body.unknown_fields, body, responses_format.ID_PREFIX)
 
     def _owner(self, request: Request) -> str:
         return self._services.keys.tenant_of(request).name
@@ -206,7 +209,8 @@ class Generation:
         def make_format(_: GenerationBody, prepared: Prepared, card: ModelCard) -> ResponseFormat:
             return AnthropicFormat(prepared, _model_of(prepared, card))
 
-        return ApiCall(body.chat(), make_format, body.unknown_fields, body)
+        prefix = anthropic_format.ID_PREFIX
+        return ApiCall(body.chat(), make_format, body.unknown_fields, body, prefix)
 
     def _ollama(self, raw: bytes, *, is_chat: bool) -> ApiCall:
         body: OllamaChatRequest | OllamaGenerateRequest
@@ -261,6 +265,7 @@ class Generation:
                 ticket=ticket,
                 sender=sender,
                 allowed_s=deadline_s(request, call.options.deadline_ms),
+                id_prefix=call.id_prefix,
             )
             if services.fallbacks is not None or services.shares_strikes:
                 exchange = replace(exchange, content=body.content())
@@ -332,7 +337,7 @@ class Generation:
         """Answer with the model of `services`."""
         request, body, ticket = exchange.request, exchange.body, exchange.ticket
         tenant = exchange.sender.tenant
-        prepared = await self._prepare(body, tenant, ticket, services)
+        prepared = await self._prepare(exchange, services)
         if exchange.allowed_s is not None:
             prepared = prepared.due_at(ticket.began + exchange.allowed_s)
         if exchange.content is not None:
@@ -373,13 +378,8 @@ class Generation:
             ticket.on_end, ticket.limit_headers = hold.release, dict(hold.headers)
         return ticket.limit_headers
 
-    async def _prepare(
-        self,
-        body: GenerationBody,
-        tenant: Tenant,
-        ticket: Ticket,
-        services: GenerationServices,
-    ) -> Prepared:
+    async def _prepare(self, exchange: Exchange, services: GenerationServices) -> Prepared:
+        body, tenant, ticket = exchange.body, exchange.sender.tenant, exchange.ticket
         preparer, report = services.preparer, services.client.report
         summary, is_chat = ticket.summary, isinstance(body, ChatRequest)
         summary.operation = "chat" if is_chat else "text_completion"
@@ -389,6 +389,8 @@ class Generation:
             prepared = await preparer.chat(body, report, tenant, ticket.mark)
         else:
             prepared = await preparer.completion(body, report, tenant)
+        if exchange.id_prefix is not None:
+            prepared = prepared.with_id_prefix(exchange.id_prefix)
         ticket.mark("tokenize")
         sampling = prepared.sampling
         summary.response_id = prepared.response_id

@@ -195,8 +195,21 @@ class Keys:
         if self._file is None:
             raise ConfigError("this server has no tenants. Start it with --keys-file FILE.")
         async with self._changing:
-            before, self.table = await asyncio.to_thread(self._file.change, tenant, changes)
+            before, self.table = await asyncio.to_thread(
+                self._file.change, tenant, changes, check=self._check_admin_stays
+            )
         return before
+
+    def _check_admin_stays(self, table: TenantTable) -> None:
+        """Raise RequestError if a change takes the admin rights of the last key that has them."""
+        if self.admins or self.table is None:
+            return
+        now = self._clock()
+        if self.table.has_admin(now) and not table.has_admin(now):
+            raise RequestError(
+                "the change would leave no key with admin rights, which could undo it. Give them to "
+                "another tenant first, or edit the keys file and send SIGHUP."
+            )
 
 
 def _digest(key: str) -> bytes:

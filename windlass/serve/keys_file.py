@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,7 +74,7 @@ class _TenantEntry(_Entry):
     """A tenant as the file and PATCH /admin/tenants have it."""
 
     keys: Annotated[list[_KeyEntry], Field(max_length=1000)]
-    weight: Annotated[float, Field(gt=0, le=10**6)] = 1.0
+    weight: Annotated[float, Field(ge=1e-6, le=10**6)] = 1.0  # the scheduler divides by it
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     max_concurrent_requests: Count | None = None
@@ -107,10 +107,13 @@ class KeysFile:
         """Read and check the file; raises ConfigError with the tenant and the field."""
         return self._table(self._parse())
 
-    def change(self, tenant: str, changes: Mapping[str, Any]) -> tuple[dict[str, Any], TenantTable]:
+    def change(
+        self, tenant: str, changes: Mapping[str, Any], *, check: Callable[[TenantTable], None]
+    ) -> tuple[dict[str, Any], TenantTable]:
         """Write changed fields of a tenant into the file; None removes a field.
 
         Returns the fields before that changed, and the new table. Starts from the file as it is now.
+        `check` raises RequestError for a table that must not be written.
         """
         document = self._parse()
         table = self._table(document)
@@ -126,6 +129,7 @@ class KeysFile:
             table = self._table(document)
         except ConfigError as error:
             raise RequestError(str(error)) from error
+        check(table)
         self._write(document)
         return before, table
 

@@ -20,8 +20,9 @@ class LlamaRoutes:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def props(self) -> Response:
+    async def props(self, request: Request) -> Response:
         services = self._services
+        services.preparer.adapter_of(None, services.keys.tenant_of(request))  # raises ModelNotFound
         card, special = services.card, services.card.special_tokens
         return reply(
             {

@@ -43,6 +43,7 @@ from windlass.text.template_worker import RenderJob
 
 T = TypeVar("T")
 
+CHAT_ID_PREFIX = "chatcmpl-"
 _INLINE_CHARS = 1_000  # encoded on the event loop: takes about as long as handing over to a thread
 
 # Fields with the same name and meaning in SamplingParams.
@@ -95,6 +96,10 @@ class Prepared:
             for index, request in enumerate(self.requests)
         )
         return replace(self, requests=tuple(requests))
+
+    def with_id_prefix(self, prefix: str) -> Prepared:
+        """The same with the beginning that ids have in another API: `msg_` instead of `chatcmpl-`."""
+        return replace(self, response_id=prefix + self.response_id.removeprefix(CHAT_ID_PREFIX))
 
     def due_at(self, deadline: float) -> Prepared:
         """The same with a deadline, in seconds of the monotonic clock."""
@@ -194,7 +199,7 @@ class Preparer:
             sampling = replace(sampling, skip_special_tokens=False)
         sampling = self._builder(report).resolve(sampling)
         prompts = [EncodedPrompt(tokens)]
-        prepared = self._prepared("chatcmpl", body, prompts, sampling, report, tenant)
+        prepared = self._prepared(CHAT_ID_PREFIX, body, prompts, sampling, report, tenant)
         return replace(prepared, parsing=parsing)
 
     async def completion(
@@ -229,7 +234,7 @@ class Preparer:
         if body.infill is not None and self._card.fim is not None:
             stops = (*sampling.stop_token_ids, *self._card.fim.stop)
             sampling = replace(sampling, stop_token_ids=stops)
-        prepared = self._prepared("cmpl", body, prompts, sampling, report, tenant)
+        prepared = self._prepared("cmpl-", body, prompts, sampling, report, tenant)
         if body.echo:
             self._decode_prompts(prepared, always=body.truncate_prompt_tokens is not None)
         return prepared
@@ -336,7 +341,7 @@ class Preparer:
         if not prompts:
             raise RequestError("prompt is empty; send at least one.", "prompt")
         unique = uuid.uuid4().hex
-        response_id = f"{prefix}-{body.request_id or unique}"
+        response_id = f"{prefix}{body.request_id or unique}"
         # A client may use its id twice; in the engine, ids are unique.
         engine_id = f"{response_id}-{unique}" if body.request_id else response_id
         builder = self._builder(report)

@@ -26,6 +26,7 @@ from windlass.text.parsing.parser import OutputParser
 
 Store = Callable[[Json, list[Json]], None]  # a finished response, and its messages
 
+ID_PREFIX = "resp_"
 _REQUEST_FIELDS = (
     "instructions",
     "max_output_tokens",
@@ -136,9 +137,8 @@ class ResponsesFormat:
         self._parser = OutputParser(prepared.parsing)
         self._tokenizer = tokenizer
         self._store = store
-        unique = prepared.response_id.removeprefix("chatcmpl-")
-        self._items = _Items(unique)
-        self._id = f"resp_{unique}"
+        self._id = prepared.response_id
+        self._items = _Items(self._id.removeprefix(ID_PREFIX))
         self._model = model
         self._created = time.time()
         self._is_cut = False

@@ -61,8 +61,8 @@ class TenantRoutes:
         changes = await read_as(request, decode_object, self._services)
         if not changes:
             raise RequestError("the body has no field to change.")
+        sender = keys.sender_of(request)  # its key may be gone after the change
         before = await keys.change(name, changes)
-        sender = keys.sender_of(request)
         for field, value in changes.items():
             # Not the values of keys: a hash may help to find out a weak key.
             is_secret = field == "keys"
@@ -153,6 +153,11 @@ def _query(params: Mapping[str, str], now: int, tenant: str | None) -> UsageQuer
         )
     until = _time("until", params.get("until"), now + 1)
     since = _time("since", params.get("since"), until - _DEFAULT_DAYS * _DAY_S)
+    if since >= until:
+        raise RequestError(
+            f"since ({_iso(since)}) must be before until ({_iso(until)}).",
+            "since" if "since" in params else "until",
+        )
     return UsageQuery(since=since, until=until, bucket=bucket, tenant=tenant)
 
 

@@ -90,3 +90,12 @@ class TenantTable:
 
     tenants: dict[str, Tenant] = field(default_factory=dict)
     keys: dict[str, TenantKey] = field(default_factory=dict)
+
+    def has_admin(self, now: float) -> bool:
+        """Whether a key has admin rights at this time."""
+        return any(
+            self.tenants[key.tenant].admin
+            and not self.tenants[key.tenant].disabled
+            and (key.expires is None or now < key.expires)
+            for key in self.keys.values()
+        )

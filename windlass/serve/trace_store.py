@@ -172,6 +172,7 @@ class TraceStore:
         if entry is None:
             raise TraceNotFound(
                 f"no request {response_id!r:.200} of yours is known here. The id is the field 'id' "
-                f"of the response (and X-Request-Id); the last {self._max_ended} requests are kept."
+                f"of the response, or X-Request-Id with --enable-request-id-headers; the last "
+                f"{self._max_ended} requests are kept."
             )
         return entry

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 import time
 from collections import Counter, deque
@@ -47,6 +48,11 @@ _MAX_HITS = 2**63
 _READ = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FOREIGN = (
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.ENXIO,
+)  # a link, directory or socket: no store makes one
 
 
 class DiskStore:
@@ -110,7 +116,7 @@ class DiskStore:
         except FileNotFoundError:
             return self._miss(path)
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link, which no store makes
+            if error.errno in _FOREIGN:
                 return self._corrupt(path)
             self._warn("read", f"{path} cannot be opened ({error.strerror})")
             return self._miss(path)
@@ -138,6 +144,9 @@ class DiskStore:
         try:
             self._make_room()
             self._write(path, key, record)
+        except IsADirectoryError:
+            self._warn("foreign", f"{path} is a directory, which no engine made. Remove it")
+            return self._refuse()
         except OSError as error:
             self._retry_at = self._clock() + _RETRY_S
             self._warn(
@@ -262,7 +271,10 @@ class DiskStore:
                 self._look_for_others()
                 self._sync()
             except OSError as error:
-                self._warn("listing", f"{self._directory} cannot be listed ({error.strerror})")
+                self._warn(
+                    "listing",
+                    f"{self._directory} cannot be listed, or its files not synced ({error.strerror})",
+                )
 
     def _look_for_others(self) -> None:
         """List the records of other engines that are alive, and now and then all that are there."""
@@ -293,11 +305,12 @@ class DiskStore:
         while self._unsynced and self._num_files == num_files and not self._closed.is_set():
             path = self._unsynced.popleft()
             try:
-                descriptor = os.open(path, os.O_RDONLY | _READ)
-            except FileNotFoundError:  # evicted
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _READ)
+            except OSError:  # evicted, or no file any more: no error of the disk
                 continue
             try:
-                os.fsync(descriptor)
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
 

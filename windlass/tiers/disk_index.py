@@ -79,7 +79,7 @@ class DiskIndex:
                     continue
                 os.unlink(path)
                 num_evicted += 1
-            except FileNotFoundError:
-                pass  # another engine evicted it
+            except (FileNotFoundError, IsADirectoryError):
+                pass  # another engine evicted it, or it is no record any more
             self.drop(path)
         return num_evicted
