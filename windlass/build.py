@@ -181,7 +181,7 @@ def _build_engine(
         followers = Followers(ranks, last=config.parallel.last_stage)
         rank.made.runner.lead(followers)
         if rank.adapters is not None:
-            rank.adapters.store.announce = followers.tell
+            rank.adapters.store.announce = followers.start_call
         if rank.tiers is not None:
             rank.tiers.lead(followers)
         built = _finish(rank, source, log, requested_spec, followers)

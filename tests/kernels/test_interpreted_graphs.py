@@ -94,7 +94,7 @@ class FakeBackend:
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    def bring(self, tensor: Tensor) -> Arrived:
+    def copy_to_host(self, tensor: Tensor) -> Arrived:
         return Arrived(tensor)
 
     def capture(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -69,7 +69,7 @@ class Followers:
         for queue in self._plans:
             queue.put(plan)
 
-    def tell(self, name: str, *arguments: str) -> None:
+    def start_call(self, name: str, *arguments: str) -> None:
         """Do nothing: `staged` has attached the drafters of all stages."""
 
     def result(self) -> Followers:

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-from windlass.runner.cuda.kv_copies import Mark, Streams
+from windlass.runner.cuda.kv_copies import Event, Streams
 
 
-class FakeMark:
+class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.passed = False
@@ -25,20 +25,20 @@ class FakeMark:
 class FakeStream:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        # A function to call, or a mark to wait for.
-        self.queue: deque[Callable[[], None] | FakeMark] = deque()
+        # A function to call, or an event to wait for.
+        self.queue: deque[Callable[[], None] | FakeEvent] = deque()
 
     def run(self, work: Callable[[], None]) -> None:
         self.queue.append(work)
 
-    def mark(self) -> FakeMark:
-        mark = FakeMark(self._device)
-        self.queue.append(lambda: setattr(mark, "passed", True))
-        return mark
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._device)
+        self.queue.append(lambda: setattr(event, "passed", True))
+        return event
 
-    def wait(self, mark: Mark) -> None:
-        assert isinstance(mark, FakeMark)
-        self.queue.append(mark)
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self.queue.append(event)
 
 
 class FakeDevice:
@@ -54,11 +54,11 @@ class FakeDevice:
         streams = [self.compute, self.reads, self.writes]
         self._random.shuffle(streams)
         for stream in streams:
-            while stream.queue and isinstance(head := stream.queue[0], FakeMark) and head.passed:
+            while stream.queue and isinstance(head := stream.queue[0], FakeEvent) and head.passed:
                 stream.queue.popleft()
-            if stream.queue and not isinstance(stream.queue[0], FakeMark):
+            if stream.queue and not isinstance(stream.queue[0], FakeEvent):
                 work = stream.queue.popleft()
-                assert not isinstance(work, FakeMark)
+                assert not isinstance(work, FakeEvent)
                 work()
                 return True
         assert not any(stream.queue for stream in streams), "the streams wait for each other"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from windlass.runner.assemble import _Maker
+from windlass.runner.assemble import _RunnerBuilder
 from windlass.runner.cuda import graphs
 from windlass.runner.cuda.decode import graph_sizes
 from windlass.runner.cuda.graphs import CapturedSizes
@@ -65,17 +65,17 @@ def test_a_size_that_is_asked_for_often_is_captured_without_an_idle_moment() -> 
 def test_the_start_up_table_says_when_graphs_are_captured(
     triton: bool, eager: bool, ranks: int, value: str
 ) -> None:
-    maker: Any = _Maker.__new__(_Maker)
-    maker.choices = []
+    builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
+    builder.choices = []
     model = SimpleNamespace(lazy_capture=True, enforce_eager=eager)
-    maker._config = SimpleNamespace(model=model)
+    builder._config = SimpleNamespace(model=model)
     mesh = SimpleNamespace(world=SimpleNamespace(size=ranks))
     parts = SimpleNamespace(ops=SimpleNamespace(is_triton=triton), mesh=mesh)
-    maker._loaded = SimpleNamespace(parts=parts, network=SimpleNamespace(why_eager=None))
-    assert maker.captures_lazily() == (value == "some sizes at start, the others while idle")
-    (choice,) = maker.choices
+    builder._loaded = SimpleNamespace(parts=parts, network=SimpleNamespace(why_eager=None))
+    assert builder.captures_lazily() == (value == "some sizes at start, the others while idle")
+    (choice,) = builder.choices
     assert choice.value == value
     assert "--lazy-capture" in choice.reason
     model.lazy_capture = False
-    assert not maker.captures_lazily()
-    assert len(maker.choices) == 1
+    assert not builder.captures_lazily()
+    assert len(builder.choices) == 1

@@ -19,7 +19,7 @@ from windlass.errors import EngineError
 from windlass.kernels.batch import KVCache
 from windlass.runner import host_rows
 from windlass.runner.cuda import kv_copies
-from windlass.runner.cuda.kv_copies import Moves, StreamedBlockCopies, staging_bytes
+from windlass.runner.cuda.kv_copies import CopyKernels, StreamedBlockCopies, staging_bytes
 from windlass.runner.host_rows import HostRows
 from windlass.runner.kv_records import PendingCopy, RecordLayout
 
@@ -33,7 +33,7 @@ def open_copies(
     layout = RecordLayout([cache])
     monkeypatch.setattr(kv_copies, "_CHUNK_BYTES", chunk * layout.record_bytes)
     rows = HostRows(NUM_ROWS, layout.record_bytes)
-    return StreamedBlockCopies(layout, rows, device.streams, Moves())
+    return StreamedBlockCopies(layout, rows, device.streams, CopyKernels())
 
 
 class World:

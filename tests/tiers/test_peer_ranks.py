@@ -18,7 +18,7 @@ class OneFollower:
     def __init__(self, peer: PeerExport | PeerStore) -> None:
         self._calls = follower_calls(peer, rank=1)
 
-    def tell(self, name: str, *arguments: str) -> None:
+    def start_call(self, name: str, *arguments: str) -> None:
         self._calls[name](*arguments)
 
     def call(self, name: str, *arguments: str) -> list[object]:

@@ -17,7 +17,14 @@ from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
 from windlass.models.network import Parts, rank_heads
 from windlass.parallel.groups import least
-from windlass.runner import device as found
+from windlass.runner.device import (
+    KVFormat,
+    check_cache_fits,
+    check_tables_fit,
+    other_processes_bytes,
+    resident_bytes,
+    size_cache,
+)
 from windlass.runner.device_sampler import DeviceSampler
 from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
@@ -26,23 +33,26 @@ from windlass.runner.kv_records import RecordLayout
 from windlass.runner.load import Loaded, kv_format_of
 from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.pooling import Pooler
-from windlass.runner.rehearsal import rehearsal
 from windlass.runner.runner import Runner
 from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
+from windlass.runner.warmup import warmup_plans
 
 # Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
-# Of one request that may run, in the runner's and the scheduler's tables.
+# Host memory per slot and per block id in the tables of the runner and the scheduler.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKV:
-    """The KV cache of a drafter, in the target's blocks. `identity`: what its pages depend on."""
+    """The KV cache of a drafter, indexed by the target's block ids.
+
+    `identity`: names everything but the tokens that its keys and values depend on.
+    """
 
     cache: KVCache
     identity: str
@@ -55,7 +65,7 @@ class Assembled:
     runner: Runner
     cache: KVCache
     capacity: Capacity
-    kv_format: found.KVFormat
+    kv_format: KVFormat
     max_model_len: int
     max_positions_per_step: int  # sampled positions per step
     memory: dict[str, int]
@@ -85,13 +95,14 @@ def make_runner(
 ) -> Assembled:
     """Size and allocate the KV cache after the weights are loaded, and build the runner.
 
-    `beside`: bytes per token to leave free for a proposer's own KV. `one_table`: rows have blocks for
-    one group, as those of proposers, so a layout of several groups keeps all blocks.
+    `beside`: bytes per token to leave free for a proposer's own KV. `one_table`: plans have one block
+    table per row, as those of proposers do. A layout of several groups then becomes one group, which
+    frees no block behind a window.
     """
     parts = loaded.parts
     kv_format = kv_format_of(config, hparams, parts)
     layout, size = kv_format.layout, kv_format.layout.block_size
-    # A proposer's KV lies in the target's blocks, and it may look behind the target's windows.
+    # A proposer uses the target's block ids, and may read keys behind the target's windows.
     one_table = one_table or config.speculation.spec != "none"
     if beside or (one_table and len(layout.groups) > 1):
         layout = layout.without_windows()
@@ -100,8 +111,8 @@ def make_runner(
     max_blocks = -(-parts.max_positions // size)
     table_bytes = _BLOCK_ID_BYTES * len(layout.groups) * max_blocks
     tables_bytes = limits.max_num_seqs * (_SLOT_BYTES + table_bytes)
-    found.check_tables_fit(limits.max_num_seqs, tables_bytes)
-    maker = _Maker(
+    check_tables_fit(limits.max_num_seqs, tables_bytes)
+    builder = _RunnerBuilder(
         config=config,
         hparams=hparams,
         loaded=loaded,
@@ -109,13 +120,13 @@ def make_runner(
         kv_format=kv_format,
         pooler=pooler,
     )
-    reserved = maker.measure() if parts.device.type == "cuda" else {}
+    reserved = builder.measure() if parts.device.type == "cuda" else {}
     stage = stage_layout(layout, parts)
     record_bytes = stage.block_bytes + size * beside
     copying = reserved_bytes(config.cache, record_bytes, parts.device, parts.mesh.world.size)
     if copying:
         reserved["KV offload"] = copying
-    capacity = found.size_cache(
+    capacity = size_cache(
         config.cache,
         stage,
         parts.device,
@@ -124,13 +135,15 @@ def make_runner(
         beside=size * beside,
         reserved=sum(reserved.values()),
     )
-    capacity = replace(capacity, layout=layout)  # the scheduler's: all stages have its tables
+    capacity = replace(
+        capacity, layout=layout
+    )  # of all layers: the scheduler has block tables for every stage
     num_blocks = least(parts.mesh.world, capacity.num_blocks)
     if num_blocks < capacity.num_blocks:
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
         capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
-    found.check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
-    runner, cache = maker.make(capacity.num_blocks, lazy=maker.captures_lazily())
+    check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
+    runner, cache = builder.make(capacity.num_blocks, lazy=builder.captures_lazily())
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = layout.max_tokens(capacity.num_blocks, in_flight, max_model_len)
@@ -138,12 +151,12 @@ def make_runner(
         "weights": loaded.weight_bytes,
         "KV cache": cache.num_bytes,
         **reserved,
-        "process": found.resident_bytes(),
-        "other processes": found.other_processes_bytes(parts.device),
+        "process": resident_bytes(),
+        "other processes": other_processes_bytes(parts.device),
     }
     positions = sampled_positions(config, hparams, limits)
     sizes = (capacity, kv_format, max_model_len, positions)
-    return Assembled(runner, cache, *sizes, memory, maker.choices)
+    return Assembled(runner, cache, *sizes, memory, builder.choices)
 
 
 def make_draft_runner(
@@ -159,17 +172,17 @@ def make_draft_runner(
     The target has one block table, and the draft model's layers use it.
     """
     kv_format = kv_format_of(config, hparams, loaded.parts)
-    maker = _Maker(
+    builder = _RunnerBuilder(
         config=config,
         hparams=hparams,
         loaded=loaded,
         limits=limits,
         kv_format=replace(kv_format, layout=kv_format.layout.without_windows()),
     )
-    return maker.make(num_blocks, cache)
+    return builder.make(num_blocks, cache)
 
 
-class _Maker:
+class _RunnerBuilder:
     """Builds runners over one network: one to measure memory, then the real one."""
 
     def __init__(
@@ -178,7 +191,7 @@ class _Maker:
         hparams: HParams,
         loaded: Loaded,
         limits: Limits,
-        kv_format: found.KVFormat,
+        kv_format: KVFormat,
         pooler: Pooler | None = None,
     ) -> None:
         self._config = config
@@ -187,7 +200,7 @@ class _Maker:
         self._loaded = loaded
         self._limits = limits
         self._kv_format = kv_format
-        self.choices: list[Choice] = []  # made while building the runner
+        self.choices: list[Choice] = []  # start-up lines
         parts = loaded.parts
         self._sequence_parallel = SequenceParallel.of(
             config.parallel, parts.mesh.tp, limits, parts.device
@@ -276,7 +289,7 @@ class _Maker:
         return [*self._program(parts), EagerExecutor(parts, ReferenceMetadata(parts.slots))]
 
     def captures_lazily(self) -> bool:
-        """Whether some graphs are captured while the engine is idle; adds a start-up line."""
+        """Whether some graphs are captured later, while the engine is idle; adds a start-up line."""
         if not self._config.model.lazy_capture:
             return False
         parts, flag = self._loaded.parts, "--lazy-capture"
@@ -290,7 +303,7 @@ class _Maker:
 
     @property
     def _why_eager(self) -> str | None:
-        """Why no step may be captured or recorded; None: steps may."""
+        """The reason to run every step eagerly; None if steps may be captured or recorded."""
         if self._config.model.enforce_eager:
             return "--enforce-eager"
         return self._loaded.network.why_eager
@@ -343,7 +356,7 @@ class _Maker:
         graphs = before - _free_after_sync(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        for plan in rehearsal(
+        for plan in warmup_plans(
             max_tokens=self._limits.max_num_batched_tokens,
             max_rows=self._limits.max_num_seqs,
             max_positions=parts.max_positions,

@@ -74,7 +74,7 @@ class SharedMemoryGroup:
         return out
 
     def _gather_in_parts(self, x: Tensor, widths: Sequence[int], most: int) -> Tensor:
-        """Gather up to `most` values of each rank at a time."""
+        """Gather tensors that exceed the shared buffer, up to `most` values of each rank at a time."""
         found: list[list[Tensor]] = [[] for _ in widths]
         for at in range(0, max(widths), most):
             counts = [min(most, max(0, width - at)) for width in widths]
@@ -84,7 +84,7 @@ class SharedMemoryGroup:
         return torch.cat([piece for pieces in found for piece in pieces])
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        """The ranks' numbers as commands read them."""
+        """A tensor of `values` that stays alive as long as the recorded commands that point to it."""
         found = torch.tensor(values, dtype=torch.int32)
         if self._pool.is_recording:
             self._recorded.append(found)
@@ -97,8 +97,8 @@ class SharedMemoryGroup:
 class SymmetricMemoryGroup:
     """Ranks whose GPUs read each other's memory: one kernel for sums of few rows.
 
-    `nccl`: the same ranks, for everything else. Its order of summation depends on the number of rows, so
-    batch-invariant steps sum all rows by the kernel.
+    `nccl`: the same ranks, for all other collectives and for sums of many rows. NCCL's order of
+    summation depends on the number of rows, so batch-invariant steps never use it for sums.
     """
 
     def __init__(self, nccl: Group, memory: SymmetricMemory, device: torch.device) -> None:
@@ -106,15 +106,16 @@ class SymmetricMemoryGroup:
 
         self.rank, self.size = nccl.rank, nccl.size
         self._nccl = nccl
-        self._memory = memory  # keeps it mapped
+        self._memory = memory  # keeps the memory mapped
         self._buffers = SharedBuffers.of(nccl.rank, memory.addresses, device)
         self.is_batch_invariant: Callable[[], bool] = bool  # of the current step
         self._aside = torch.cuda.Stream(device)
-        # Loads the kernels of `release`: a process may not load any while another kernel waits.
+        # The first call loads the kernel of `release`. CUDA cannot load it later, while another
+        # kernel spins.
         self._release(torch.zeros_like(memory.buffer))
 
     def why_not_in_order(self, width: int, dtype: torch.dtype) -> str | None:
-        """Why sums of rows of `width` values do not go in the order of the ranks; None: they do."""
+        """The reason why rows of `width` values are not summed in rank order; None if they are."""
         return self._buffers.why_not(torch.empty((1, width), dtype=dtype, device="meta"))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class SymmetricMemoryGroup:
         return self._buffers.all_reduce_norm(x, residual, norm)
 
     def release(self) -> None:
-        """End the kernels that wait for other ranks; their results are not sums."""
+        """Make kernels that wait for other ranks return. Their outputs are undefined."""
         self._release(self._memory.buffer)
 
     def _release(self, buffer: Tensor) -> None:
@@ -160,14 +161,14 @@ def _on_gpus(mesh: Mesh, ops: Ops) -> tuple[Mesh, list[Choice]]:
         choices.append(Choice("stage links", "nccl", "point to point, between graphs"))
     if mesh.tp.size == 1:
         return replace(mesh, pp=groups.pp), choices
-    tp, choice = _sums(groups, ops, device)
+    tp, choice = _all_reduce_group(groups, ops, device)
     if isinstance(tp, SymmetricMemoryGroup):
         mesh.interrupts.insert(0, tp.release)
     ep = tp if mesh.ep is mesh.tp else mesh.ep
     return replace(mesh, tp=tp, ep=ep, pp=groups.pp), [*choices, choice]
 
 
-def _sums(groups: GpuGroups, ops: Ops, device: torch.device) -> tuple[Group, Choice]:
+def _all_reduce_group(groups: GpuGroups, ops: Ops, device: torch.device) -> tuple[Group, Choice]:
     from windlass.kernels.triton.all_reduce import BUFFER_BYTES, MAX_RANKS, MAX_ROWS
 
     why_not = groups.why_not_shared

@@ -173,10 +173,10 @@ def claim_devices(config: EngineConfig, replica: int) -> None:
 
 
 def claim_gpu(config: EngineConfig, place: Place) -> EngineConfig:
-    """Make this rank's GPU the current one. Returns the config to build the rank with.
+    """Make this rank's GPU the current device. Returns the config to build the rank with.
 
-    Ranks that exchange tensors through host memory may share a GPU. Their sums cannot be captured; stages
-    exchange tensors between the graphs.
+    Ranks that exchange tensors through host memory (gloo) may share a GPU. Their all-reduces cannot be
+    captured, so tensor-parallel ranks run eagerly; stages exchange tensors between graph replays.
     """
     parallel = config.parallel
     backend = parallel.distributed_backend
@@ -212,12 +212,12 @@ def claim_cpus(config: ModelConfig, slot: CpuSlot) -> None:
 
 
 def claimed_cpus(parallel: ParallelConfig) -> CpuSlot:
-    """What this process has claimed; else the first of the processes of its engine."""
+    """The cores that this process has claimed; by default those of its engine's first process."""
     return _claimed or CpuSlot(0, parallel.processes_per_node)
 
 
 def choose_threads(config: ModelConfig, slot: CpuSlot = CpuSlot()) -> ThreadChoice:  # noqa: B008 - frozen
-    """As set, or this process' share of the cores. torch's own operators use as many threads.
+    """The configured number, or this process' share of the cores. torch's operators use as many threads.
 
     torch has one setting per process. With several engines in a process, operators of torch (eager
     steps, sampling with logprobs) use the threads of the engine that was built last; the native kernels
@@ -288,7 +288,7 @@ def size_cache(
     beside: int = 0,
     reserved: int = 0,
 ) -> Capacity:
-    """The number of blocks: as set, or from a share of the free memory, but no more than needed.
+    """The number of blocks: as configured, or from a share of the free memory, but no more than needed.
 
     `beside`: bytes per block of a proposer's own KV. `wanted`: blocks that `max_num_seqs` requests of maximum length can use. `reserved`: bytes of
     steps, graphs and copies of KV blocks.

@@ -22,7 +22,7 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import RowResult, SlotInit, StepPlan, TokenLogprob
 from windlass.kernels.batch import StepBatch
 from windlass.kernels.storages import Held, held
-from windlass.runner.cuda.graphs import Arrival, Backend, CudaBackend
+from windlass.runner.cuda.graphs import Backend, CudaBackend, HostCopy
 from windlass.runner.executor import CompletedSamples, Samples
 from windlass.runner.grammar import Grammar, Matchers, open_grammar
 from windlass.runner.inputs import StepInputs
@@ -56,6 +56,8 @@ def _triton_kernels() -> SamplingKernels:
 
 
 def _is_special(sampling: SamplingParams) -> bool:
+    """Whether rows with these params are sampled again behind the graph."""
+
     return sampling.changes_logits or sampling.logprobs is not None
 
 
@@ -65,11 +67,11 @@ class _SpecialSlot:
 
     sampling: SamplingParams
     num_prompt: int
-    tokens: list[int]  # that have arrived
+    tokens: list[int]  # that the host has
     rules: LogitRules | None
     counts: Tensor | None  # [vocabulary]: 2 * count of generated tokens + whether in the prompt
     grammar: Grammar | None
-    num_in_flight: int = 0  # sampled tokens that have not arrived
+    num_in_flight: int = 0  # sampled tokens that the host does not have yet
 
     @property
     def changes_logits(self) -> bool:
@@ -83,7 +85,7 @@ class _SpecialSlot:
         return self.rules is not None and self.rules.has_bad_words
 
     def mask(self, position: int) -> NDArray[Any] | None:
-        """One bit per token that may be sampled at a position, as bytes; None: all may."""
+        """A packed bitmask of the tokens allowed at a position; None allows all tokens."""
         if self.rules is None:
             return None
         banned = self.rules.continuations(self.tokens, position - self.num_prompt)
@@ -101,7 +103,7 @@ class _SpecialSlot:
         return allowed if allowed is not None and not bits.any() else bits
 
     def accept(self, token: int) -> None:
-        """Append a token that has arrived."""
+        """Append a sampled token that was copied to the host."""
         self.tokens.append(token)
         if self.grammar is not None:
             self.grammar.take(token)
@@ -382,8 +384,8 @@ class DeviceSamples:
         self._logits = logits
         self._special = special
         self._previous: DeviceSamples | None = None
-        self._arrival: Arrival | None = None
-        self._scores: tuple[list[_SpecialRow], list[Arrival]] | None = None
+        self._host_copy: HostCopy | None = None
+        self._scores: tuple[list[_SpecialRow], list[HostCopy]] | None = None
         self._results: list[RowResult] | None = None
 
     def defer(self, previous: DeviceSamples) -> None:
@@ -395,7 +397,7 @@ class DeviceSamples:
     @torch.inference_mode()
     def launch(self) -> None:
         """Sample the special rows and start the copies to the host."""
-        if self._arrival is not None:
+        if self._host_copy is not None:
             return
         if self._previous is not None:
             previous, self._previous = self._previous, None
@@ -407,7 +409,7 @@ class DeviceSamples:
             rows = to_device(np.array([row.row for row in changed]), drawn.device)
             self._first_tokens[rows] = drawn
         self._start_scores()
-        self._arrival = self._sampler.backend.bring(self._tokens)
+        self._host_copy = self._sampler.backend.copy_to_host(self._tokens)
 
     @property
     def _first_tokens(self) -> Tensor:
@@ -422,14 +424,14 @@ class DeviceSamples:
         wanted = [row.state.sampling.logprobs or 0 for row in scored]
         num_top = -1 if min(wanted) < 0 else max(wanted)
         found = score_rows(self._logits[rows], self._first_tokens[rows], num_top)
-        self._scores = scored, [self._sampler.backend.bring(each) for each in found]
+        self._scores = scored, [self._sampler.backend.copy_to_host(each) for each in found]
 
     def wait(self) -> list[RowResult]:
         if self._results is not None:
             return self._results
         self.launch()
-        assert self._arrival is not None
-        found = self._arrival.wait().tolist()
+        assert self._host_copy is not None
+        found = self._host_copy.wait().tolist()
         if found and isinstance(found[0], list):
             results = [RowResult(each[:1], drafts=tuple(each[1:])) for each in found]
         else:

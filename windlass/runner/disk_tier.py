@@ -14,7 +14,7 @@ from windlass.tiers.disk import DiskStore
 from windlass.tiers.fingerprint import Fingerprint
 
 _DEFAULT_GB = 20.0
-# Options that change keys and values, as far as the device, the dtype and the layout do not show it.
+# Options that change keys and values without changing the device, the dtype or the layout.
 _MODEL_OPTIONS = (
     *("load_format", "seed", "hf_overrides", "model_impl"),
     *("quantization", "quantize_head", "plain_kernels", "enforce_eager"),
@@ -48,9 +48,9 @@ def kv_fingerprint(
 ) -> Fingerprint:
     """Identify the records of this rank. Reads samples of the weights' files.
 
-    `on_many_hosts`: the times of the files do not count, which differ between copies.
+    `on_many_hosts`: ignore the files' modification times, which differ between copies.
     """
-    # Samples miss a small change of a large file, which changes its modification time.
+    # The samples may miss a small change of a large file; its modification time shows the change.
     times = [] if on_many_hosts else [file.stat().st_mtime_ns for file in files.weights]
     digest = blake2b(file_digest(files, config.model).encode(), digest_size=16)
     digest.update(repr((times, hparams)).encode())

@@ -20,7 +20,9 @@ class DrafterInputs:
     read: Tensor  # [rows]: index into `hidden` of each row's last accepted token
     # By layer: its input residual stream; under the number of layers: the LM head's input.
     aux_hidden_states: dict[int, Tensor]
-    following: Tensor  # [tokens]: the next token of each; undefined after a rejected draft token
+    following: (
+        Tensor  # [tokens]: the token after each position; undefined after a rejected draft token
+    )
     last: Tensor  # [rows]: index of each row's last accepted token
     batch: StepBatch
     decode_batch: Callable[[Tensor, Tensor], StepBatch]  # of one token per row: positions, slots

@@ -73,7 +73,7 @@ class Metadata(Protocol):
     def adapters(
         self, slots: Sequence[int], counts: Sequence[int], batch_invariant: bool
     ) -> AdapterRows | None:
-        """The adapter of each token, from the slot and the number of tokens of each row."""
+        """The adapter of each token, given the adapter slot and the token count of each row."""
         ...
 
     def storages(self) -> Iterator[Held]: ...
@@ -81,7 +81,7 @@ class Metadata(Protocol):
     def attention(self, inputs: StepInputs) -> AttentionWork | None: ...
 
     def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:
-        """A batch of one token per row without KV pages; a drafter has its own."""
+        """A batch of one token per row, without KV pages: a drafter adds its own."""
         ...
 
 
@@ -144,7 +144,7 @@ def step_batch(
 
 
 def _gathers(inputs: StepInputs) -> bool:
-    """Whether so few hidden states are sampled that gathering them pays."""
+    """Whether to gather the sampled hidden states: pays if they are at most half of the tokens."""
     shape = inputs.shape
     if shape.needs_all_hidden or shape.scores_prompts:
         return False
@@ -163,7 +163,7 @@ def _logits_indices(inputs: StepInputs, slots: SlotTables, metadata: Metadata) -
 
 
 class EagerExecutor(Executor):
-    """Never refuses. Waits for the device where the results of a step feed its own later parts."""
+    """Computes every step, and never refuses. Waits for the device to read results on the host."""
 
     name = "eager"
     splits_tokens = True
@@ -268,12 +268,12 @@ def _drafter_inputs(
     aux_hidden_states: dict[int, Tensor],
     metadata: Metadata,
 ) -> DrafterInputs:
-    """A finished step as a drafter reads it. The drafter reads all rows, and drafts for sampled ones."""
+    """Collect a finished step for a drafter, which reads all rows and drafts for the sampled rows."""
     following, device = ids.roll(-1), ids.device
     indices: list[int] = []
     tokens: list[int] = []
     last: list[int] = []
-    own: list[int] = []  # the same, as an index into the sampled positions
+    last_sampled: list[int] = []  # the same rows, as indices of sampled positions
     num_sampled, prompt_tokens = 0, iter(inputs.following())
     for row, span, result in zip(inputs.rows, inputs.spans, results, strict=True):
         end = span.first + span.count
@@ -282,7 +282,7 @@ def _drafter_inputs(
             indices += range(first, first + len(result.tokens))
             tokens += result.tokens
             last.append(indices[-1])
-            own.append(num_sampled + len(result.tokens) - 1)
+            last_sampled.append(num_sampled + len(result.tokens) - 1)
             num_sampled += 1 + row.num_drafts
         else:
             indices.append(end - 1)
@@ -290,13 +290,13 @@ def _drafter_inputs(
     following[torch.tensor(indices, device=device)] = torch.tensor(
         tokens, dtype=ids.dtype, device=device
     )
-    at, read = torch.tensor((last, own), dtype=torch.int64, device=device)
+    last_at, read = torch.tensor((last, last_sampled), dtype=torch.int64, device=device)
     return DrafterInputs(
         hidden=hidden,
-        read=at if batch.logits_indices is None else read,
+        read=last_at if batch.logits_indices is None else read,
         aux_hidden_states=aux_hidden_states,
         following=following,
-        last=at,
+        last=last_at,
         batch=replace(batch, split=None),
         decode_batch=metadata.decode_batch,
     )

@@ -1,4 +1,4 @@
-"""The parts that compute a step: the runner asks its executors in order, the first that accepts computes."""
+"""The interface of executors. The runner asks them in order; the first that accepts runs the step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PASSED_ON = CompletedStep(StepResult([]))
 
 
 class Samples(Protocol):
-    """The results of the rows that sample, in row order, while they arrive."""
+    """Sampling results in row order, while they are being copied to the host."""
 
     def wait(self) -> list[RowResult]: ...
 
@@ -50,13 +50,13 @@ class CompletedSamples:
 
 
 class Vectors(Protocol):
-    """The vectors of pooled rows by row, while they arrive."""
+    """The vectors of pooled rows, by row, while they are being copied to the host."""
 
     def wait(self) -> Mapping[int, bytes]: ...
 
 
 class SampledStep:
-    """A step whose samples are arriving."""
+    """A step whose samples are being copied to the host."""
 
     def __init__(
         self, inputs: StepInputs, samples: Samples, vectors: Vectors | None = None
@@ -84,7 +84,7 @@ class Executor(ABC):
 
     @abstractmethod
     def refuses(self, shape: StepShape) -> str | None:
-        """Why this executor cannot compute such a step; None: it can."""
+        """The reason why this executor cannot compute a step of this shape; None if it can."""
 
     @abstractmethod
     def launch(self, inputs: StepInputs) -> PendingStep:
@@ -99,7 +99,7 @@ class Executor(ABC):
         return iter(())
 
     def prepare(self, plan: StepPlan) -> None:
-        """See each plan before it is applied, whichever executor computes it."""
+        """Called with every plan before it is applied, also if another executor runs it."""
         del plan
 
     def attach(self, drafter: Drafter) -> None:

@@ -36,7 +36,7 @@ class NetworkLoad:
         return ExpertLoad(dict(sorted(layers.items())))
 
     def reset(self) -> None:
-        """Count from zero: steps that warm up kernels are no load."""
+        """Reset all counters, so that warm-up steps do not count."""
         for counts in self._counts.values():
             counts.zero_()
 

@@ -57,15 +57,15 @@ class Grammar:
         return left if left.max() > _NEVER else logits.masked_fill(forbidden, _NEVER)
 
     def allowed(self) -> NDArray[Any] | None:
-        """One bit per token that may come next, as bytes; None: any may, or the request must end.
+        """A packed bitmask of the allowed next tokens; None: no constraint, or the request must end.
 
-        Tokens beyond its length may not come next.
+        Tokens beyond the end of the mask are forbidden.
         """
         mask = self.matcher.mask()
         return None if mask is None else np.frombuffer(mask, dtype=np.uint8)
 
     def reads(self, num_in_flight: int) -> bool:
-        """Whether the mask after this many further tokens may depend on them."""
+        """Whether the mask after `num_in_flight` more tokens may depend on what these tokens are."""
         return self.matcher.reads(num_in_flight)
 
     def take(self, token: int) -> None:
@@ -74,7 +74,7 @@ class Grammar:
 
 
 def open_grammar(matchers: Matchers | None, new: SlotInit) -> Grammar | None:
-    """The grammar of a request that got a slot; None: it has neither a grammar nor limited reasoning."""
+    """The grammar of an admitted request; None if it has neither a grammar nor a reasoning budget."""
     if not new.grammar and new.sampling.reasoning is None:
         return None
     if matchers is None:

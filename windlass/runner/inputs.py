@@ -23,7 +23,7 @@ from windlass.kernels.batch import Span
 from windlass.models.network import DEFAULT_BLOCK_SIZE
 from windlass.runner.verify import SampleRequest, sample_requests
 
-# Read for hundreds of rows in every step.
+# Getters in C: they read hundreds of rows in every step.
 _SLOT, _START, _COUNT, _TOKENS, _BLOCKS, _SAMPLE, _DRAFTS, _ADAPTER = (
     itemgetter(Row._fields.index(name))
     for name in (
@@ -43,7 +43,7 @@ _LAST = (-1,)  # the token that the runner sampled last for the slot
 
 
 class _lazy(Generic[Value]):
-    """An attribute that is computed on first use; functools.cached_property takes a lock."""
+    """An attribute that is computed on first use, without the lock of functools.cached_property."""
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
         self._compute = compute
@@ -65,7 +65,7 @@ class StepShape(NamedTuple):
     max_row_tokens: int
     num_chunks: int  # rows of more than one token
     num_sampled: int  # positions that are sampled, draft tokens included
-    decodes: bool  # every row is one token, followed by its draft tokens, and samples
+    decodes: bool  # every row samples, and has one token and its draft tokens
     has_drafts: bool  # a row verifies draft tokens
     draft_length: int  # draft tokens that the step makes for the next step
     adapted: bool  # a row uses a LoRA adapter
@@ -79,14 +79,14 @@ class StepShape(NamedTuple):
 
 
 class SlotFacts:
-    """Owns what a step must know of the requests in its slots."""
+    """Owns the facts about the requests in the slots that steps depend on."""
 
     def __init__(self, coarse_prompts: bool = False) -> None:
         """`coarse_prompts`: CPU GEMMs quantise prompt activations coarsely."""
         self.coarse_prompts = coarse_prompts
         # The requests whose grammar failed since the last call.
         self.take_failures: Callable[[], tuple[GrammarFailure, ...]] = tuple
-        self.has_drafter = False  # else a proposer outside the runner makes the drafts
+        self.has_drafter = False  # False: a proposer outside the runner drafts
         self._inits: dict[SlotId, SlotInit] = {}
         self._deterministic: set[SlotId] = set()
         self._scores_prompts: set[SlotId] = set()
@@ -167,10 +167,10 @@ class SlotFacts:
     def num_coarse(self, slot: SlotId) -> int:
         """Number of prompt tokens, from the first, that CPU GEMMs may quantise coarsely.
 
-        If all full blocks of a prompt are cached, only the tokens behind them are computed. For one or two of
-        them, requantising the weights takes longer than the GEMM. The rule depends on the prompt's length
-        alone, and no full block of prompt tokens has a token of another kind, so the prefix cache changes
-        no result.
+        If all full blocks of a prompt are cached, only the tokens behind them are computed. If
+        these are one or two tokens, requantising the weights takes longer than the GEMM, so they
+        are never quantised coarsely. The rule depends on the prompt's length alone, and treats all
+        tokens of a full block alike, so results do not depend on the prefix cache.
         """
         num_prompt = self.num_prompt(slot)
         num_last = (num_prompt - 1) % DEFAULT_BLOCK_SIZE + 1
@@ -201,7 +201,7 @@ class StepInputs:
         self.slots = list(map(_SLOT, plan.rows))
         self.shape = facts.shape(plan, self.counts, self.slots)
         self.executor = ""
-        self.refusals: tuple[tuple[str, str], ...] = ()  # of the executors asked before
+        self.refusals: tuple[tuple[str, str], ...] = ()  # by name of the executors that were asked
 
     @_lazy
     def spans(self) -> list[Span]:

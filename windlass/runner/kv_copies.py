@@ -30,7 +30,7 @@ __all__ = [
     "reserved_bytes",
 ]
 
-_BUFFER_BYTES = 256 * 2**20  # of host memory, for tiers without --kv-offload-gb
+_BUFFER_BYTES = 256 * 2**20  # of host memory, if tiers are enabled without --kv-offload-gb
 # Bytes to measure with: a few milliseconds each way.
 _MEASURED_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 _NUM_MEASURED = 3
@@ -39,8 +39,8 @@ _NUM_MEASURED = 3
 class HostBlockCopies:
     """Copies blocks of a CPU's KV caches, at once.
 
-    NumPy copies in the calling thread. Torch would start its threads for each block, beside those of
-    the kernels: four times as long, and a hundred times when other programs use the cores.
+    NumPy copies in the calling thread. torch would wake its thread pool for each block, which competes
+    with the kernels' threads: measured at 4 times as long, and 100 times on busy cores.
     """
 
     def __init__(self, layout: RecordLayout, rows: HostRows) -> None:
@@ -82,12 +82,12 @@ class HostBlockCopies:
 def make_block_copies(
     caches: Sequence[KVCache], num_bytes: int, *, plain_kernels: bool = False
 ) -> BlockCopies:
-    """Copies of blocks of these caches, with as many rows as fit into `num_bytes` of host memory."""
+    """Make the block copies of these caches. The rows fill up to `num_bytes` of host memory."""
     layout = RecordLayout(caches)
     num_rows = max(1, num_bytes // layout.record_bytes)
     if layout.device.type == "cuda":
         return cuda_block_copies(layout, num_rows, plain_kernels=plain_kernels)
-    # The pages of a CPU's cache take memory when they are first written.
+    # The system provides pages of a CPU's cache when they are first written.
     beside = sum(cache.num_bytes for cache in caches)
     return HostBlockCopies(layout, HostRows(num_rows, layout.record_bytes, beside=beside))
 
@@ -132,7 +132,9 @@ def measure_rates(copies: BlockCopies) -> CopyRates:
             start = perf_counter()
             copy().wait()
             times.append(perf_counter() - start)
-        return count * layout.record_bytes / max(min(times), 1e-9)  # other programs may disturb
+        return (
+            count * layout.record_bytes / max(min(times), 1e-9)
+        )  # other programs may slow a run down
 
     return CopyRates(
         read_bytes_per_s=rate(lambda: copies.read(blocks, rows)),

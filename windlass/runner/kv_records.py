@@ -1,4 +1,4 @@
-"""Records of KV blocks: what a copy of a block to host memory consists of, and the interface of copies.
+"""Records of KV blocks: the layout of a block's copy in host memory, and the interface of copies.
 
 A record is the bytes of one block on this rank: its pages of all layers and, with codes, their scales;
 then those of a drafter's own KV cache in the same block. All groups' blocks have the same bytes, so
@@ -22,7 +22,7 @@ from windlass.kernels.batch import KVCache
 from windlass.kernels.storages import Held
 from windlass.runner.host_rows import HostRows
 
-# The widest that divides all sizes is copied: whole pages are moved, whatever their dtype.
+# Pages are copied as words of the widest dtype that divides all sizes.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -41,8 +41,8 @@ class PendingCopy(Protocol):
 class BlockCopies(Protocol):
     """Copies between blocks and rows of host memory. Called by the thread that submits steps.
 
-    Blocks and rows are distinct. The rows belong to the copy until it is done, and the blocks of a
-    `write`, too: no step may use them before.
+    No block or row may be named twice in a copy. Until a copy is done, nothing else may use its
+    rows, and no step may use the blocks of a `write`.
     """
 
     layout: RecordLayout
@@ -101,12 +101,14 @@ class RecordLayout:
         self.record_bytes = first * self.word.itemsize
 
     def check(self, blocks: Sequence[BlockId], rows: Sequence[int], num_rows: int) -> None:
-        """Refuse a copy whose result would depend on its order, or that leaves the memory."""
+        """Refuse a copy that names a block or row twice, or one that does not exist."""
         for name, ids, count in (("blocks", blocks, self.num_blocks), ("rows", rows, num_rows)):
             if len(set(ids)) != len(ids):
                 raise EngineError(f"a KV copy names {name} twice: {sorted(ids)}.")
             if ids and not 0 <= min(ids) <= max(ids) < count:
-                raise EngineError(f"a KV copy of {name} {sorted(ids)}: there are {count}.")
+                raise EngineError(
+                    f"a KV copy names {name} {sorted(ids)}, but there are only {count}."
+                )
         if len(blocks) != len(rows):
             raise EngineError(f"a KV copy of {len(blocks)} blocks names {len(rows)} rows.")
 

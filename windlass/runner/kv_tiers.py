@@ -8,8 +8,8 @@ Rows of host memory are the host tier, and the way to and from all others:
 Copies are started by the thread that submits steps, and never waited for. Core decides what is saved
 and loaded (core/tiers.py). Every rank has the records of its slice; a load counts when all ranks have it.
 
-Every load ends, since requests wait for it: a copy or a store that fails is a miss, and so is a read
-of a store that does not answer.
+Requests wait for loads, so every load ends: a failed copy, a failed store and a store that does not
+answer count as misses.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("windlass.tiers")
 
-_MAX_INCOMPLETE = 65_536  # keys; a load of one that was forgotten fails once more
-_FORGET_S = 60.0  # half-life of a measured rate: a store that was slow once is tried again
+_MAX_INCOMPLETE = (
+    65_536  # keys of lost records; an older entry is dropped, and costs one more failed load
+)
+_FORGET_S = 60.0  # half-life of a measured rate, so that a store that was slow once is used again
 
 
 class _Saving(NamedTuple):
@@ -129,12 +131,12 @@ class KVTiers:
         self._others = _OtherRanks(followers)
 
     def save_again(self, keys: Iterable[bytes]) -> None:
-        """Let `lacks` say so of records that only other ranks lack."""
+        """Make `lacks` true for records that other ranks have lost."""
         if self._others is not None:
             self._others.lose(keys)
 
     def found_again(self, keys: Iterable[bytes]) -> None:
-        """Let `find` see records that all ranks have again."""
+        """Make `find` return records again that all ranks have."""
         if self._others is not None:
             self._others.complete(keys)
 
@@ -181,7 +183,7 @@ class KVTiers:
             self._write(ready)
             self._fetch_queued()
         if plan.saves and self._others is not None:
-            # They may copy blocks where this rank has nothing to do.
+            # Other ranks may have copies to start even if this rank has none.
             self._others.are_saving = True
             self._others.complete(key for _, key in plan.saves)
 
@@ -201,10 +203,10 @@ class KVTiers:
             return
         try:
             copy = self._copies.read(blocks, [row for _, row in rows])
-        except Exception:  # the border of a tier: what it fails to store is not stored
+        except Exception:  # at the border of a tier: a failed save loses only the record
             _log.exception("%d KV blocks could not be copied to host memory", len(blocks))
             self._tiers[0].num_refused += len(blocks)
-            self._copies.wait()  # for what was started
+            self._copies.wait()  # the copies that were started use the rows
             for _, row in rows:
                 self._host.free(row)
             return
@@ -228,7 +230,7 @@ class KVTiers:
         """On a tier's thread: store a pinned row."""
         try:
             tier.store.put(key, self._copies.rows.row(row))
-        except Exception:  # the border of a thread: a store that fails must not end the engine
+        except Exception:  # at the border of a thread: a failed store must not end the engine
             _log.exception("the %s tier could not store a KV block", tier.store.name)
         finally:
             self._host.unpin(row)
@@ -237,8 +239,8 @@ class KVTiers:
     def _find_loads(self, loads: Sequence[tuple[bytes, BlockId]]) -> list[Record]:
         """The loads whose records lie in host memory, pinned; queues those from other stores.
 
-        The last blocks of a prefix come first: of records that are used at the same time, stores evict
-        those first, and a prefix without its first blocks is of no use.
+        The last blocks of a prefix come first. Among records used at the same time, stores evict
+        the first ones, and a prefix without its first blocks is useless.
         """
         ready = []
         for key, block in reversed(loads):
@@ -274,7 +276,7 @@ class KVTiers:
         store, ok, began = self._tiers[record.tier].store, False, perf_counter()
         try:
             ok = store.get(record.key, self._copies.rows.row(record.row))
-        except Exception:  # the border of a thread: a failed load is a miss
+        except Exception:  # at the border of a thread: a failed load is a miss
             _log.exception("the %s tier could not load a KV block", store.name)
         self._fetched.put(record._replace(ok=ok, seconds=perf_counter() - began))
 
@@ -286,15 +288,15 @@ class KVTiers:
         began = perf_counter()
         try:
             copy = self._copies.write(rows, blocks)
-        except Exception:  # the border of a tier: a failed load is a miss
+        except Exception:  # at the border of a tier: a failed load is a miss
             _log.exception("%d KV blocks could not be copied to the device", len(blocks))
             for record in records:
                 self._fail(record.key, record.tier)
-            self._copies.wait()  # for what was started: others may get the blocks
+            self._copies.wait()  # the copies that were started use the blocks
             for record in records:
                 self._release(record)
             return
-        if copy.done():  # on a CPU; else the end is seen later than it was, at the next plan
+        if copy.done():  # on a CPU; a GPU's copy is only seen to be complete at the next plan
             self._tiers[0].measure((perf_counter() - began) / len(records))
         self._writing.append(_Writing(copy, records))
 
@@ -344,7 +346,7 @@ class KVTiers:
         return fetched
 
     def _give_up(self, number: int, late: list[Record]) -> None:
-        """Fail the loads from a store that does not answer. It still fills the rows of `late`."""
+        """Fail the loads from a store that does not answer. Its reads may still write the rows of `late`."""
         for record in late:
             self._fail(record.key, number)
         for key, _, _ in (each for each in self._queued if each[2] == number):
@@ -356,19 +358,20 @@ class KVTiers:
             self._tiers[record.tier].num_loads += 1
             self._release(record)
             self._ended.append((record.key, True))
-        # The device has them, too. Prefixes are evicted from their end: the last records come first.
+        # The device has these records, too. Prefixes are evicted from their end, so the last come
+        # first.
         for record in reversed(writing.records):
             self._host.evict_first(record.key)
 
     def _release(self, record: Record) -> None:
-        """Let others use the row of a record that is whole."""
+        """Give up the row of a complete record."""
         if record.tier:
             self._host.commit(record.row, record.key)
         else:
             self._host.unpin(record.row)
 
     def encode_ended(self) -> bytes:
-        """On other ranks than 0: whether saves are in progress, and the loads that have ended."""
+        """For rank 0, from another rank: whether saves are in progress, and the loads that have ended."""
         ended = self.poll()
         found = b"".join(bytes((ok, len(key))) + key for key, ok in ended)
         return bytes((self.is_saving,)) + found
@@ -406,7 +409,7 @@ class KVTiers:
         return found
 
     def close(self) -> None:
-        """Finish what was started, also writes to other stores, on all ranks."""
+        """Complete all copies and writes to other stores, on all ranks."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -40,8 +40,18 @@ from windlass.models.share import share_weights
 from windlass.parallel.groups import GlooGroup, first_numbers
 from windlass.parallel.mesh import Group, Mesh
 from windlass.quant.unquantised import Unquantised
-from windlass.runner import device as found
 from windlass.runner.collectives import SymmetricMemoryGroup, choose_collectives
+from windlass.runner.device import (
+    KVFormat,
+    choose_device,
+    choose_dtype,
+    choose_kv_format,
+    choose_threads,
+    claimed_cpus,
+    gib,
+    kv_dtype,
+    whole_bytes,
+)
 
 # Options that decide how weights are stored and multiplied.
 _WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
@@ -53,7 +63,7 @@ class Blueprint:
 
     parts: Parts
     linears: Linears
-    kv_format: found.KVFormat
+    kv_format: KVFormat
     choices: list[Choice]
 
 
@@ -71,9 +81,7 @@ class Loaded:
     gemm: TorchGemm
     weight_bytes: int
     choices: list[Choice]
-    why_not_batch_invariant: (
-        str | None
-    )  # why deterministic requests are refused; None: they are not
+    why_not_batch_invariant: str | None  # the reason to refuse deterministic requests
 
 
 def make_blueprint(
@@ -91,17 +99,17 @@ def make_blueprint(
     """
     mesh = mesh or Mesh()
     placements = _placements(config.parallel, hparams)
-    where = found.choose_device(config.model)
+    where = choose_device(config.model)
     device = where.device
-    threads = found.choose_threads(config.model, found.claimed_cpus(config.parallel))
+    threads = choose_threads(config.model, claimed_cpus(config.parallel))
     workers = workers or Workers(threads.count, cpus=threads.cpus)
-    dtype, dtype_choice = found.choose_dtype(config.model, hparams, device)
+    dtype, dtype_choice = choose_dtype(config.model, hparams, device)
     ops = choose_ops(
         kernel_need(
             hparams,
             device=device,
             dtype=dtype,
-            kv_dtype=found.kv_dtype(config.cache.kv_cache_dtype),
+            kv_dtype=kv_dtype(config.cache.kv_cache_dtype),
             plain=config.model.plain_kernels,
             workers=workers,
             mesh=mesh,
@@ -176,11 +184,11 @@ def _placements(config: ParallelConfig, hparams: HParams) -> dict[int, ExpertPla
     return placements
 
 
-def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> found.KVFormat:
+def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> KVFormat:
     """The format of the KV cache. Raises for one that the kernels cannot read."""
     kv_cache_dtype, triton = config.cache.kv_cache_dtype, parts.ops.is_triton
     native = parts.ops.is_native and config.model.dtype != "float32"
-    return found.choose_kv_format(
+    return choose_kv_format(
         kv_cache_dtype,
         hparams,
         block_size_of(config.cache.block_size, hparams),
@@ -249,7 +257,10 @@ def load_network(
 
 
 def _why_not_summed_in_order(hparams: HParams, parts: Parts, gemm: TorchGemm) -> str | None:
-    """Why ranks do not sum in a fixed order; None: they do, in batch-invariant steps of `gemm`."""
+    """The reason why all-reduces cannot be batch-invariant, or None.
+
+    Makes them batch-invariant in the batch-invariant steps of `gemm`.
+    """
     ranks, why = (
         parts.mesh.tp,
         "NCCL sums more than two ranks in an order that depends on the batch",
@@ -265,7 +276,7 @@ def _why_not_summed_in_order(hparams: HParams, parts: Parts, gemm: TorchGemm) ->
 
 
 def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, list[Choice]]:
-    """The parts with this rank's pipeline stage, and the line of the start-up table."""
+    """Add this rank's pipeline stage to the parts. Returns the start-up line, too."""
     count = parts.mesh.pp.size
     if count == 1:
         return parts, []
@@ -274,7 +285,7 @@ def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, l
     network = rank_network(hparams, parts, shape)
     stages = network.stages(count)
     layers = " + ".join(str(len(stage.layers)) for stage in stages)
-    held = " + ".join(found.gib(network.stage_bytes(stage)) for stage in stages)
+    held = " + ".join(gib(network.stage_bytes(stage)) for stage in stages)
     value, why = f"{count} stages of {layers} layers", f"{held} of weights on a rank of each"
     choice = Choice("pipeline", value, why)
     embeds_drafts = config.speculation.embeds_drafts
@@ -282,9 +293,9 @@ def _cut(config: EngineConfig, hparams: HParams, parts: Parts) -> tuple[Parts, l
 
 
 def _does_not_fit(config: EngineConfig, hparams: HParams, blueprint: Blueprint) -> str:
-    """The memory that the weights lack, and the smallest number of such devices that has it."""
-    memory = found.whole_bytes(blueprint.parts.device)
-    text = f"the weights do not fit into the {found.gib(memory)} of this device"
+    """The error text for weights that do not fit: the device's memory, and how many such devices suffice."""
+    memory = whole_bytes(blueprint.parts.device)
+    text = f"the weights do not fit into the {gib(memory)} of this device"
     if hparams.transformers is not None:
         return f"{text}. Quantise them with -q, or choose a smaller model."
     kv = blueprint.kv_format
@@ -330,7 +341,7 @@ def _expert_choices(experts: list[PreparedExperts]) -> list[Choice]:
 
 
 def _why_not_batch_invariant(layers: list[Linear], experts: list[PreparedExperts]) -> str | None:
-    """Why a kernel is not batch-invariant; None: all are."""
+    """The reason why some kernel is not batch-invariant; None if all are."""
     for each in experts:
         if not each.batch_invariant:
             return f"the {each.kernel} kernel of experts sums in an order that depends on the batch"
@@ -370,7 +381,7 @@ def _gemm(ops: Ops, sharing: Group, device: torch.device) -> TorchGemm:
 
 
 def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:
-    """The context length. One beyond the model's own is refused."""
+    """Choose the context length. Refuses a length beyond the model's own."""
     requested = config.model.max_model_len
     if requested is None or requested == AUTO:
         reason = "the model's own" if requested is None else "as much as the KV cache holds"

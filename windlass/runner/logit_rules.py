@@ -21,7 +21,7 @@ _NEVER = float("-inf")
 
 
 class LogitRules:
-    """The logit changes of one request that depend on its output at most through the last tokens."""
+    """The logit changes of one request that depend on no more of its output than the last tokens."""
 
     def __init__(
         self,

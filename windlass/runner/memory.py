@@ -1,7 +1,8 @@
 """Memory report of the runner, and sleep / wake.
 
-The owners of the memory name it (kernels/storages.py). Sleep on a CPU returns the pages of the KV cache and the workspace to the system and
-writes the weights to a file. Addresses stay valid, so recorded programs work after `wake`.
+Each owner names its own memory (kernels/storages.py). Sleep on a CPU returns the pages of the KV
+cache and the workspace to the system and writes the weights to a file. Addresses stay valid, so
+recorded programs work after `wake`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from windlass.errors import EngineError, UnsupportedError
 from windlass.folders import cache_folder
 from windlass.kernels.storages import MemoryKind, Owner
 from windlass.pages import PAGE, give_back, libc, mappings
-from windlass.runner import device as found
+from windlass.runner.device import (
+    free_bytes,
+    other_processes_bytes,
+    resident_bytes,
+)
 
 if TYPE_CHECKING:
     from windlass.runner.worker import Followers
 
-# What sleep writes to a file, and what the next steps write again anyway.
+# Kinds of memory that sleep writes to a file, and kinds whose contents the next steps write again.
 _RESTORED: tuple[MemoryKind, ...] = ("weights", "adapters")
 _DROPPED: tuple[MemoryKind, ...] = ("KV cache", "recorded steps")
 
@@ -105,16 +110,16 @@ class RunnerMemory:
         }
         parts |= {name: MemoryPart(num_bytes) for name, num_bytes in self._measured.items()}
         if on_cpu:
-            total, files = found.resident_bytes(), _mapped_bytes()
+            total, files = resident_bytes(), _mapped_bytes()
             return MemoryReport(
                 device="cpu",
                 parts=parts,
                 total=total,
                 files=files,
-                device_free=found.free_bytes(self._device),
+                device_free=free_bytes(self._device),
             )
         free, total = torch.cuda.mem_get_info(self._device)
-        used = total - free - found.other_processes_bytes(self._device)
+        used = total - free - other_processes_bytes(self._device)
         return MemoryReport(
             device=str(self._device),
             parts=parts,

@@ -1,6 +1,6 @@
 """How the runner of a pipeline stage gets hidden states, and passes them on.
 
-Every stage knows the number of tokens from the plan, so nothing but the residual stream is sent.
+Every stage has the plan, which gives the number of tokens, so only the residual stream is sent.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Pipeline:
         self._ranks.receive(x, self._ranks.rank - 1)
 
     def send(self, x: Tensor) -> None:
-        """Pass the residual stream on without waiting. The caller leaves `x` as it is."""
+        """Send the residual stream to the next stage without waiting. The caller must not change `x`."""
         self._sent.append(self._ranks.send(x, self._ranks.rank + 1))
-        # Only so many plans are in flight, so the oldest one has left this stage.
+        # At most this many plans are in flight, so the oldest residual stream was sent.
         self.drain(self.num_stages)
 
     def drain(self, num_left: int = 0) -> None:
@@ -94,7 +94,7 @@ class Pipeline:
 
 
 class NoSampling:
-    """The sampling state of a stage before the last: there is none."""
+    """Sampling on a stage before the last: does nothing."""
 
     grammars: Matchers | None = None
 

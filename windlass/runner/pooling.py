@@ -26,7 +26,7 @@ from windlass.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from windlass.models.hparams import HParams
 from windlass.models.pooling_head import DenseActivation, DenseSpec, FinalActivation
 from windlass.models.source import ModelFiles
-from windlass.runner.cuda.graphs import Arrival, CudaBackend
+from windlass.runner.cuda.graphs import CudaBackend, HostCopy
 from windlass.runner.inputs import StepInputs
 
 _ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
@@ -80,7 +80,7 @@ class Pooler:
                 continue
             if pooling.reads_all:
                 part = hidden[span.first : span.first + span.count].sum(0, dtype=torch.float64)
-                # A prompt starts at 0, since none of it comes from the cache.
+                # Always position 0: prompts with mean pooling do not use the prefix cache.
                 total = part if row.start == 0 else self._sums[row.slot] + part
                 self._sums[row.slot] = total
             if not row.sample:
@@ -97,7 +97,7 @@ class Pooler:
         x = torch.stack(pooled)
         for layer in self._layers:
             x = layer(x)
-        return PendingVectors(rows, params, _bring(x), self._final)
+        return PendingVectors(rows, params, _copy_to_host(x), self._final)
 
 
 def _first_samples(inputs: StepInputs) -> dict[int, int]:
@@ -109,7 +109,7 @@ def _first_samples(inputs: StepInputs) -> dict[int, int]:
     return found
 
 
-class _Arrived:
+class _OnHost:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
@@ -117,8 +117,8 @@ class _Arrived:
         return self._tensor
 
 
-def _bring(tensor: Tensor) -> Arrival:
-    return CudaBackend().bring(tensor) if tensor.is_cuda else _Arrived(tensor)
+def _copy_to_host(tensor: Tensor) -> HostCopy:
+    return CudaBackend().copy_to_host(tensor) if tensor.is_cuda else _OnHost(tensor)
 
 
 class PendingVectors:
@@ -128,19 +128,19 @@ class PendingVectors:
         self,
         rows: list[int],
         params: list[PoolingParams],
-        arrival: Arrival | None,
+        host_copy: HostCopy | None,
         final: FinalActivation,
     ) -> None:
         self._rows = rows
         self._params = params
-        self._arrival = arrival
+        self._host_copy = host_copy
         self._final: FinalActivation = final
 
     def wait(self) -> Mapping[int, bytes]:
         """The float32 numbers of each vector, by row."""
-        if self._arrival is None:
+        if self._host_copy is None:
             return {}
-        found = self._arrival.wait().numpy()
+        found = self._host_copy.wait().numpy()
         return {
             row: _finished(vector, params, self._final).astype(np.float32).tobytes()
             for row, params, vector in zip(self._rows, self._params, found, strict=True)
@@ -148,7 +148,7 @@ class PendingVectors:
 
 
 def _finished(vector: NDArray[Any], params: PoolingParams, final: FinalActivation) -> NDArray[Any]:
-    """Cut a vector to the requested dimensions, and apply the last operation to the rest."""
+    """Cut a vector to the requested dimensions, then normalise or activate it."""
     vector = vector[: params.dimensions].astype(np.float64)
     if not params.use_activation:
         return vector

@@ -17,18 +17,21 @@ from windlass.kernels.native.program import Program, ProgramInputs, ProgramLimit
 from windlass.kernels.native.record import Unrecordable
 from windlass.kernels.storages import Held
 from windlass.lora.bank import Bank
-from windlass.runner import device as found
+from windlass.runner.device import (
+    free_bytes,
+    gib,
+)
 from windlass.runner.eager import RunnerParts
 from windlass.runner.executor import PASSED_ON, CompletedStep, Executor, PendingStep
 from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.sampling import HostSampling
 
 _WHAT = "steps"
-_NUM_REHEARSED = 2  # tokens
+_NUM_SAMPLE_TOKENS = 2  # tokens
 
 
 class _Variant(NamedTuple):
-    """What a program computes beside logits and tokens."""
+    """A kind of program; all kinds compute logits and tokens."""
 
     adapted: bool = False  # LoRA rows
     hidden: Literal["none", "sampled", "all"] = "none"  # positions whose hidden states it returns
@@ -44,14 +47,14 @@ class ProgramExecutor(Executor):
         self._parts = parts
         self._limits = limits
         self._program = self._recorded(_Variant())
-        # None: there is no memory for it. Those that return hidden states are recorded at first use.
+        # None if memory is short. Programs that return hidden states are recorded at first use.
         self._programs: dict[_Variant, Program | None] = {_Variant(): self._program}
         self._has_adapters = False
         self._inputs = ProgramInputs(limits, parts.slots.tables)
 
     @property
     def choice(self) -> Choice:
-        size = f"{self._program.num_commands} commands, {found.gib(self._program.num_bytes)}"
+        size = f"{self._program.num_commands} commands, {gib(self._program.num_bytes)}"
         return Choice(_WHAT, f"one native call ({size})", "every operation is native")
 
     def storages(self) -> Iterator[Held]:
@@ -66,7 +69,7 @@ class ProgramExecutor(Executor):
         self._programs[adapted] = self._recorded(adapted)
 
     def _program_for(self, shape: StepShape) -> Program | None:
-        """The program for such a step; None: there is no memory for it."""
+        """The program for a step, recorded at first use; None if memory is short."""
         hidden: Literal["none", "sampled", "all"] = "none"
         if shape.pools and self._parts.pipeline.is_last:
             hidden = "all" if shape.needs_all_hidden else "sampled"
@@ -81,25 +84,25 @@ class ProgramExecutor(Executor):
     @torch.inference_mode()
     def _recorded(self, variant: _Variant, cache_is_written: bool = False) -> Program:
         parts = self._parts
-        room = found.free_bytes(torch.device("cpu"))
+        room = free_bytes(torch.device("cpu"))
         if not cache_is_written:  # pages count as free until they are written for the first time
             room -= parts.cache.num_bytes
-        hidden = None if parts.pipeline.is_first else parts.pipeline.empty(_NUM_REHEARSED)
+        hidden = None if parts.pipeline.is_first else parts.pipeline.empty(_NUM_SAMPLE_TOKENS)
         return record(
             parts.workers.pool,
-            partial(self._rehearse, hidden, variant),
+            partial(self._sample_step, hidden, variant),
             self._limits,
             max(0, room),
             hidden,
         )
 
-    def _rehearse(self, hidden: Tensor | None, variant: _Variant) -> list[Tensor]:
+    def _sample_step(self, hidden: Tensor | None, variant: _Variant) -> list[Tensor]:
         """A sample step for recording, of which one token is sampled: logits, tokens, hidden states.
 
         `hidden`: of the stage before. A stage before the last returns the hidden states of all tokens.
         """
         parts, reads_all = self._parts, variant.hidden == "all"
-        ops, two = NativeOps(parts.workers.pool), torch.zeros(_NUM_REHEARSED, dtype=torch.int32)
+        ops, two = NativeOps(parts.workers.pool), torch.zeros(_NUM_SAMPLE_TOKENS, dtype=torch.int32)
         whole, last = (AdapterRows(two), AdapterRows(two[:1])) if variant.adapted else (None, None)
         batch = StepBatch(
             positions=two,

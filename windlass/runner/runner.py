@@ -106,7 +106,7 @@ class Runner:
             ) from error
 
     def _submit_with(self, followers: Followers, plan: StepPlan) -> PendingStep:
-        """Run a plan on all ranks. One that fails here is the end: the others are in the middle of it."""
+        """Run a plan on all ranks. A failure is final, since the other ranks have started the step."""
         followers.announce(plan)
         try:
             own = self._start(plan)

@@ -36,7 +36,7 @@ class SlotState:
     counts: Tensor | None = None  # [vocabulary] of generated tokens; None: no penalties
     seen: Tensor | None = None
     grammar: Grammar | None = None
-    special: bool = field(init=False)  # its logits are changed before the temperature
+    special: bool = field(init=False)  # penalties, biases or a grammar change its logits
     scored: bool = field(init=False)  # log probabilities are requested
 
     def __post_init__(self) -> None:

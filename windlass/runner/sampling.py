@@ -71,7 +71,7 @@ class HostSampling:
         return self._store(inputs, verify(self.sampler, logits, inputs.requests))
 
     def accept(self, inputs: StepInputs, tokens: list[int]) -> list[RowResult]:
-        """Verify with the argmax of each sampled position, for steps where all rows are greedy."""
+        """Verify against the argmax of each sampled position; for steps whose rows are all greedy."""
         return self._store(inputs, settle(self.sampler, tokens, inputs.requests))
 
     def _store(self, inputs: StepInputs, results: list[RowResult]) -> list[RowResult]:

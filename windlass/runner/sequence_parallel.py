@@ -20,7 +20,7 @@ MIN_TOKENS = {"cuda": 1024, "cpu": 256}
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallel:
-    """Splits steps with many prompt tokens. All ranks decide alike, from the shape of a step."""
+    """Splits steps with many prompt tokens. The decision depends only on the step's shape, so ranks agree."""
 
     group: Group
     min_tokens: int
@@ -49,8 +49,9 @@ class SequenceParallel:
         return Choice("sequence parallelism", value, "--enable-sequence-parallel")
 
     def splits(self, shape: StepShape) -> bool:
-        """Whether the tokens of a step are split. Those that are not sampled belong to prompts.
+        """Whether the tokens of a step are split.
 
-        A deterministic row must not depend on the others, and a sum in another order would.
+        Tokens that are not sampled are prompt tokens. Steps with a deterministic row are not split: the
+        split depends on the other rows, and changes the order of sums.
         """
         return not shape.batch_invariant and shape.num_tokens - shape.num_sampled >= self.min_tokens

@@ -21,7 +21,7 @@ class SlotTables:
     """Owns the block tables and the last sampled token of each slot, plus one padding slot.
 
     There is one table per group of the KV layout. Blocks that the scheduler frees behind a window
-    stay in it: kernels do not read them.
+    stay in the table; kernels do not read them.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class SlotTables:
         scratch: int = 0,
         num_groups: int = 1,
     ) -> None:
-        """`scratch` is the block of the padding slot; the block after it is spare."""
+        """`scratch`: the block of the padding slot. The block after it must be unused, too."""
         self.size = block_size
         self.num_slots = num_slots
         self.num_groups = num_groups

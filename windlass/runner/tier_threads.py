@@ -1,4 +1,4 @@
-"""Tiers with what is measured of them, and the threads that read and write the slow ones."""
+"""Tiers with their measured speed, and the threads that read and write slow tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("windlass.tiers")
 NUM_READERS = 4
 _MAX_WRITES = 512  # records that wait to be written to one store; more are refused
 _RECENT = 0.2  # weight of the last measurement
-_STUCK_S = 10.0  # a store that reads nothing for so long does not answer
+_STUCK_S = 10.0  # without a completed read for this long, a store counts as down
 
 
 class Record(NamedTuple):
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 
 @dataclass(slots=True)
 class Tier:
-    """One store, and what was counted and measured. The thread that submits steps changes it."""
+    """A store with its counters and measured speed. Changed only by the thread that submits steps."""
 
     store: BlockStore
     record_s: float = 0.0  # seconds to load one record; 0: not measured yet
@@ -74,7 +74,7 @@ class SlowTier(Tier):
         submit(self.readers, work)
 
     def ended(self, record: Record, now: float) -> bool:
-        """A read has ended. False: nothing waits for it."""
+        """Note the end of a read. Returns whether a load still waits for it."""
         self.answered_at = now
         if record.row not in self.late:
             del self.reads[record.row]
@@ -85,7 +85,7 @@ class SlowTier(Tier):
         return False
 
     def give_up(self, now: float) -> list[Record]:
-        """The reads that nothing waits for any more, since the store does not answer."""
+        """Stop waiting for reads if the store does not answer. Returns these reads."""
         if not self.reads or now - self.answered_at < _STUCK_S:
             return []
         found = list(self.reads.values())
@@ -105,7 +105,7 @@ class SlowTier(Tier):
 
 
 class PeerTier(SlowTier):
-    """The store between two engines, which takes what the other one needs."""
+    """A store that passes records to another engine: it takes the records that engine needs."""
 
     def __init__(self, store: PeerExport | PeerStore) -> None:
         super().__init__(store)
@@ -116,7 +116,7 @@ class PeerTier(SlowTier):
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads that run from now on: the pool's own would be started by later calls, which may fail."""
+    """A pool whose threads are started now: ThreadPoolExecutor starts them in `submit`, where it can fail."""
     threads, go = ThreadPoolExecutor(count, name), Event()
     try:
         for _ in range(count):

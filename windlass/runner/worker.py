@@ -27,7 +27,7 @@ class RunPlan(msgspec.Struct, tag="run", array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
-    """Call one of the rank's functions by its name, and reply when it is done if `replies`."""
+    """Call one of the rank's functions by name. With `replies`, answer when it has returned."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,7 +42,7 @@ _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 class OtherRanks(Protocol):
-    """The ranks beside this one; parallel/launch.py:Ranks."""
+    """Messages to the other ranks; parallel/launch.py:Ranks implements it."""
 
     def send(self, message: bytes) -> None: ...
 
@@ -56,26 +56,26 @@ class OtherRanks(Protocol):
 
 
 class Followers:
-    """Announces what rank 0's runner does to the other ranks, before it does it."""
+    """Sends each plan and command of rank 0's runner to the other ranks, before rank 0 runs it."""
 
     def __init__(self, ranks: OtherRanks, runner: int = 0, last: int = 0) -> None:
         """`last`: the first rank of the last pipeline stage, which sends results unless it is rank 0."""
         self._ranks = ranks
         self._runner = runner
         self._last = last
-        self._arriving: deque[ArrivingStep] = deque()  # results that were not received yet
+        self._arriving: deque[ArrivingStep] = deque()  # whose results were not received yet
 
     def announce(self, plan: StepPlan) -> None:
         self._ranks.send(_encoder.encode(RunPlan(self._runner, plan)))
 
     def result(self) -> ArrivingStep:
-        """The result of the plan announced last, which the last stage will send."""
+        """A pending step for the plan announced last; the last stage will send its result."""
         step = ArrivingStep(self)
         self._arriving.append(step)
         return step
 
     def shared(self, own: PendingStep) -> SharedStep:
-        """A step of this rank, which the others compute, too."""
+        """A pending step of this rank that checks that no other rank was lost."""
         return SharedStep(own, self)
 
     def receive_until(self, step: ArrivingStep | None) -> None:
@@ -85,7 +85,7 @@ class Followers:
             oldest.received = _decode_result(self._ranks.reply(self._last))
 
     def lost(self, error: BaseException) -> EngineError:
-        """The error to raise after a step failed here: the other ranks are in the middle of it."""
+        """The error to raise after a step failed on this rank, when the other ranks have started it."""
         return self._ranks.lost(error)
 
     def check(self) -> None:
@@ -97,11 +97,11 @@ class Followers:
         self.receive_until(None)
         return self._ranks.ask(_encoder.encode(Call(name, arguments, replies=True)))
 
-    def tell(self, name: str, *arguments: str) -> None:
-        """Call a function of every other rank, at the same time as this rank does the same."""
+    def start_call(self, name: str, *arguments: str) -> None:
+        """Start a function of every other rank without waiting, for functions that run on all ranks at once."""
         self._ranks.send(_encoder.encode(Call(name, arguments, replies=False)))
 
-    def of(self, runner: int) -> Followers:
+    def for_runner(self, runner: int) -> Followers:
         """The followers of another runner of rank 0."""
         return Followers(self._ranks, runner)
 
@@ -120,7 +120,7 @@ class ArrivingStep:
 
 
 class SharedStep:
-    """A step of this rank and others. If one of them was lost meanwhile, the results are not valid."""
+    """A step of all ranks. If a rank was lost meanwhile, the results are invalid."""
 
     def __init__(self, own: PendingStep, followers: Followers) -> None:
         self._own = own
@@ -135,8 +135,8 @@ class SharedStep:
         return result
 
 
-class Runs(Protocol):
-    """A runner."""
+class PlanRunner(Protocol):
+    """A runner, as far as workers use it."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -144,22 +144,22 @@ class Runs(Protocol):
 class Worker:
     """Handles the commands of rank 0. `sends_results`: rank 0 has no results of its own."""
 
-    def __init__(self, runner: Runs, sends_results: bool = False) -> None:
+    def __init__(self, runner: PlanRunner, sends_results: bool = False) -> None:
         self._runners = {0: runner}
         self._sends_results = sends_results
         self.calls: dict[str, Callable[..., object]] = {}  # by the names that rank 0 uses
 
-    def add(self, number: int, runner: Runs) -> None:
+    def add(self, number: int, runner: PlanRunner) -> None:
         """Add a draft runner, or replace it."""
         self._runners[number] = runner
 
     def handle(self, message: bytes) -> bytes | None:
-        """Run one command; its reply, if it has one."""
+        """Run one command. Returns the reply to send, or None."""
         command = _decoder.decode(message)
         if isinstance(command, RunPlan):
             result = self._runners[command.runner].run(command.plan)
             return _encoder.encode(result) if self._sends_results else None
-        found = self.calls[command.name](*command.arguments)
+        reply = self.calls[command.name](*command.arguments)
         if not command.replies:
             return None
-        return found if isinstance(found, bytes) else b""
+        return reply if isinstance(reply, bytes) else b""

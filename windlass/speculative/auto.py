@@ -22,7 +22,7 @@ def detect_method(files: ModelFiles) -> Literal["medusa", "eagle", "draft"]:
     if "medusa_num_heads" in config:
         return "medusa"
     if is_speculators(config):
-        return "eagle"  # speculators.py refuses heads of another kind
+        return "eagle"  # speculators.py refuses other kinds of heads
     names = config.get("architectures") or []
     return "eagle" if any("eagle" in str(name).lower() for name in names) else "draft"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SlotUpdate(NamedTuple):
-    """Final tokens of one slot from the last step.
+    """The tokens that a slot has gained, from the last step or from several steps without drafts.
 
     `drafts` are draft tokens that the runner made in the same step. `target_tokens` are the target
     model's samples after each draft token of the row, including rejected draft tokens. `verified`
@@ -50,7 +50,7 @@ NO_DRAFT = Draft(())
 
 
 class Submits(Protocol):
-    """A runner: computes plans, with draft tokens in their rows or without."""
+    """A runner, as far as proposers use it."""
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
@@ -81,7 +81,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, slots: Sequence[SlotId], draft_length: int) -> list[Draft]:
-        """Draft for each of these slots, which were all updated just before.
+        """Draft for each of these slots, after `update` was called for all of them.
 
         A free proposer may draft more tokens than `draft_length`.
         """
@@ -108,7 +108,9 @@ class SpeculationContext:
     files: ModelFiles
     hparams: HParams
     loaded: Loaded
-    cache: MeasurementCache = field(default_factory=MeasurementCache)  # of earlier starts
+    cache: MeasurementCache = field(
+        default_factory=MeasurementCache
+    )  # measurements of earlier starts
 
     @property
     def limits(self) -> Limits:
@@ -122,7 +124,7 @@ class ProposerLoader(Protocol):
     token_bytes: int  # bytes that it needs per token beside the target's KV
 
     def start(self, made: Assembled) -> Proposer | None:
-        """Make the proposer; None: measurements show that drafts would never be profitable."""
+        """Make the proposer; None if measurements show that drafting is never profitable."""
         ...
 
     def describe(self) -> str:

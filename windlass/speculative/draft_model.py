@@ -39,7 +39,7 @@ def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
 
 
 def cost_key(config: EngineConfig, hparams: HParams) -> object:
-    """What decides the speed of a draft model: its network, and how its tensors are stored."""
+    """Everything that the speed of a draft model depends on: its network and its tensors' formats."""
     draft = open_draft(config, hparams)
     tensors = open_checkpoint(draft.files, draft.config.model)
     stored = sorted((each.shape, each.format) for each in map(tensors.stored, tensors.names()))
@@ -96,7 +96,7 @@ def _refuse_head(files: ModelFiles) -> None:
 
 
 def compare_vocabularies(own: Tokenizer, other: Tokenizer, config: EngineConfig) -> None:
-    """Refuse a vocabulary with another text for the same id; ids that only one has are ignored."""
+    """Refuse vocabularies in which an id has different texts. Ids that only one has are ignored."""
     differing = []
     for token in range(min(own.vocab_size, other.vocab_size)):
         ours, theirs = own.token_bytes(token), other.token_bytes(token)
@@ -159,7 +159,7 @@ def open_loader(context: SpeculationContext) -> DraftModelLoader:
         workers = context.loaded.parts.workers
         loaded = load_network(draft.config, draft.hparams, tensors, workers=workers)
     except ConfigError as error:
-        # Name the draft model's own flags.
+        # The error must name the flags of the draft model.
         message = re.sub(r"--(?=dtype\b|quantization\b)", "--spec-", str(error))
         raise ConfigError(f"--spec-model {draft.config.model.model}: {message}") from error
     kind = kv_dtype(context.config.cache.kv_cache_dtype) or loaded.parts.dtype

@@ -2,8 +2,8 @@
 
 It has the same slots and block ids as the target. With its own KV cache it computes every token
 that the target has computed; with the target's KV cache (early exit) it does not. It samples with
-the target's sampling params, seed and positions, and so with the target's noise: drafts of a
-sampled request are accepted more often than the likeliest tokens would be.
+the target's sampling params, seed and positions, and therefore with the target's noise: in sampled
+requests, more drafts are accepted than with greedy drafting.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from windlass.runner.load import Loaded
 from windlass.runner.runner import Runner
 from windlass.speculative.base import NO_DRAFT, SlotUpdate
 
-_MAX_IN_FLIGHT = 2  # steps: a CUDA runner has as many staging buffers
-_MAX_SINGLES = 3  # missing tokens to compute one per step, where decode steps are captured
+_MAX_IN_FLIGHT = 2  # steps in flight: the number of staging buffers of a CUDA runner
+_MAX_SINGLES = (
+    3  # up to this many missing tokens are computed one per step, if decode steps are captured
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class DraftRunner:
     max_positions: int
     vocab_size: int
     shares_kv: bool  # whether it uses the target's KV cache
-    prefers_decode: bool  # whether steps of one token per row are far cheaper than others
+    prefers_decode: bool  # whether decode steps are captured, and so far cheaper than other steps
 
 
 def open_draft_runner(
@@ -96,7 +98,7 @@ class _SlotState:
     admitted: bool = False
     computed: int = 0
     drafted: tuple[int, ...] = ()
-    digests: list[int] = field(default_factory=list)  # per block: of its tokens and all before
+    digests: list[int] = field(default_factory=list)  # per block: of all tokens up to its end
 
     @property
     def num_missing(self) -> int:
@@ -109,12 +111,11 @@ class _SlotState:
             self.computed = len(self.tokens) + _num_equal(tokens, self.drafted[:-1])
             self.drafted = ()
         self.tokens += tokens
-        # The target may sample a token that no step verified: the next draft needs the logits of
-        # the last token.
+        # The next draft needs the logits of the last token, which therefore always counts as missing.
         self.computed = min(self.computed, len(self.tokens) - 1)
 
     def digest(self, index: int, size: int) -> int:
-        """Hash the tokens up to the end of a block. A collision costs a rejected draft, no more."""
+        """Hash the tokens up to the end of a block. A collision only causes rejected drafts."""
         while len(self.digests) <= index:
             at = len(self.digests) * size
             before = self.digests[-1] if self.digests else 0
@@ -129,12 +130,14 @@ class DraftRunnerProposer:
     in_step = False
 
     def __init__(self, draft_runner: DraftRunner, target_vocab: int) -> None:
-        """Tokens from `target_vocab` on do not exist in the target's vocabulary."""
+        """`target_vocab`: size of the target's vocabulary; larger ids are never drafted."""
         self._draft_runner = draft_runner
         self._target_vocab = target_vocab
         self._slots: dict[SlotId, _SlotState] = {}
         self._freed: list[SlotId] = []
-        self._contents: dict[BlockId, int] = {}  # digests of the blocks that it has filled
+        self._contents: dict[
+            BlockId, int
+        ] = {}  # digests of the blocks that the draft runner has filled
 
     def storages(self) -> Iterator[Held]:
         return self._draft_runner.runner.storages()

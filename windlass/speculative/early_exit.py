@@ -1,8 +1,8 @@
 """Self-speculation: the target's first layers draft, with its own final norm, LM head and KV cache.
 
-Loads no weights and computes nothing twice: the target has already written the keys and values of
-these layers. The exit layer is measured at start on the model's own answers to a few texts: how
-often each exit predicts the whole model's token, and how long its step takes.
+Loads no weights, and computes no prompt twice: the target has already written the keys and values of
+these layers. The exit layer is chosen at start. The model answers a few texts; for each candidate,
+the agreement with the model's own tokens and the time of a step are measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SharedKVCache(KVCache):
-    """The KV tensors of another cache's first layers. The other cache's owner copies blocks."""
+    """The KV tensors of another cache's first layers. `copy` does nothing: the owner copies blocks."""
 
     def __init__(self, whole: KVCache, num_layers: int) -> None:
         self._owned = []
@@ -95,7 +95,7 @@ class EarlyExitLoader:
         )
 
     def _candidates(self, made: Assembled, max_rows: int) -> Iterator[Candidate]:
-        """Make runners one by one, each for few rows: capturing graphs takes time and memory."""
+        """Make the runners to measure, one at a time and for few rows, to save capture time and memory."""
         for layer in candidate_layers(self.context.hparams.num_layers):
             few = replace(self.context.limits, max_num_seqs=max_rows)
             yield layer, self.draft_runner(made, layer, few).runner
@@ -104,7 +104,7 @@ class EarlyExitLoader:
         """A runner of the first layers, on all ranks at the same time."""
         context, followers = self.context, made.runner.followers
         if followers is not None:
-            followers.tell("exit", str(layer), str(limits.max_num_seqs))
+            followers.start_call("exit", str(layer), str(limits.max_num_seqs))
         hparams = replace(
             context.hparams,
             num_layers=layer,
@@ -119,7 +119,7 @@ class EarlyExitLoader:
             kv_cache=SharedKVCache(made.cache, layer),
         )
         if followers is not None:
-            made_runner.runner.lead(followers.of(layer))
+            made_runner.runner.lead(followers.for_runner(layer))
         return made_runner
 
     def describe(self) -> str:

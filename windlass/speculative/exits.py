@@ -31,7 +31,7 @@ Candidate = tuple[int, Submits]  # a layer, and a runner that exits there
 
 @dataclass(frozen=True, slots=True)
 class ExitLayer:
-    """A layer to exit at, and the reason for it."""
+    """The chosen exit layer, with the reason."""
 
     layer: int
     reason: str
@@ -39,13 +39,13 @@ class ExitLayer:
 
     @property
     def may_pay(self) -> bool:
-        """Whether a text easier than the measured ones might gain."""
+        """Whether drafting could pay on texts that are easier to predict than the measured ones."""
         return self.gain >= _MIN_GAIN
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A text that the target has continued; its keys and values are in the KV cache."""
+    """A text with the target's continuation, whose keys and values are in the KV cache."""
 
     slot: SlotId
     tokens: list[int]
@@ -120,7 +120,7 @@ def _from_json(found: Any, num_layers: int) -> ExitLayer | None:
 def _expected_rate(
     agreement: float, seconds: float, *, target: StepCosts, max_draft_tokens: int
 ) -> tuple[float, int]:
-    """Tokens per second at the best draft length, and this length."""
+    """The expected tokens per second at the best draft length, and this length."""
     best, tokens, chance = (0.0, 0), 1.0, 1.0
     for count in range(1, max_draft_tokens + 1):
         chance *= agreement

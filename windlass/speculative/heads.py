@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from windlass.runner.assemble import Assembled
     from windlass.runner.drafter import Drafter
 
-# Tensors that some heads have and none needs: they are the network's, or follow from d2t.
+# Tensors to ignore: copies of the network's own, or derivable from d2t.
 IGNORED_TENSORS = ("t2d", "embed_tokens.weight")
-# Fields of a head's config that change its steps, but no shape of a tensor.
+# Config fields that change a head's computation without changing a tensor's shape.
 _COST_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -46,7 +46,7 @@ class HeadFiles:
 
     @property
     def digest(self) -> str:
-        """Identifies the head among others."""
+        """A hash of the head's config and tensors."""
         return file_digest(self.files, ModelConfig(model=str(self.files.path)))
 
 
@@ -75,7 +75,7 @@ def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
 
 
 def cost_key(config: EngineConfig, hparams: HParams) -> object:
-    """What decides the speed of a head: its tensors' shapes, and how they are used."""
+    """Everything that the speed of a head depends on: its tensors' shapes and their use."""
     del hparams
     head = _open(config, {}, IGNORED_TENSORS)
     shapes = sorted(head.tensors.stored(name).shape for name in head.tensors.names())
@@ -186,7 +186,7 @@ class HeadProposer:
         self._drafts: dict[SlotId, tuple[int, ...]] = {}
 
     def storages(self) -> Iterator[Held]:
-        """Nothing: the runner holds the drafter."""
+        """No tensors: the runner holds the drafter."""
         return iter(())
 
     def admit(self, new: SlotInit) -> None:

@@ -1,10 +1,10 @@
 """Lookahead decoding: keeps the target's samples after rejected draft tokens, and drafts them later.
 
-Verification samples the target after every draft token, accepted or rejected. Each pair of a draft
-token and the sample after it extends the n-gram that the draft token ended (the Jacobi iteration,
-read along its diagonal). The n-grams of a request make a pool by their first token, together with
-the request's own text. Where the pool has no entry, the rest of the last target tokens is drafted:
-the next iteration.
+Verification samples the target after every draft token, accepted or rejected. The sample after a
+draft token extends the n-gram that ends with this draft token (the diagonal of the Jacobi
+iteration). The n-grams of a request make a pool by their first token, together with the request's
+own text. Where the pool has no entry, the remaining target tokens of the last verification are
+drafted, which is the next Jacobi iteration.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ class Pool:
         first = max(0, len(tokens) - 1 - _MAX_ENTRIES)
         self._positions = dict(zip(tokens[first:-1], range(first + 1, len(tokens)), strict=True))
         self._sampled: dict[int, tuple[int, ...]] = {}  # by token: sampled followers
-        self._ngrams: list[tuple[int, ...]] = []  # that end in each token of the last draft
+        self._ngrams: list[
+            tuple[int, ...]
+        ] = []  # one per token of the last draft, which it ends with
         self._drafted: tuple[int, ...] = ()
-        self._rest: tuple[int, ...] = ()  # target tokens beyond the known ones
+        self._rest: tuple[int, ...] = ()  # target tokens behind the accepted ones
 
     def update(self, tokens: Sequence[int], target_tokens: Sequence[int]) -> None:
         """Append known tokens, and learn from the target tokens after each draft token."""
@@ -59,7 +61,9 @@ class Pool:
         for token in tokens:
             _enter(self._positions, own[-1], len(own))
             own.append(token)
-        for token in own[-_NGRAM - len(tokens) : -1]:  # the text now knows more of these
+        for token in own[
+            -_NGRAM - len(tokens) : -1
+        ]:  # the text has newer followers of these tokens
             self._sampled.pop(token, None)
 
     def draft(self, count: int) -> Draft:
@@ -76,7 +80,7 @@ class Pool:
         known = [tuple(drafted[max(0, at - _NGRAM + 2) : at + 1]) for at in range(len(drafted))]
         self._ngrams = [*known, *tails]
         self._drafted = (*drafted, *rest)
-        if not self._drafted:  # any draft starts the iteration
+        if not self._drafted:  # the iteration may start from any tokens
             self._drafted = tuple(self._tokens[-min(count, _NGRAM) :])
             self._ngrams = [(token,) for token in self._drafted]
         return Draft(self._drafted, kind)
@@ -91,7 +95,7 @@ class Pool:
         return self._tokens[position : position + _NGRAM - 1]
 
     def _add_sampled(self, first: int, *followers: int) -> None:
-        """Enter target tokens after a rejected draft token, unless the text has a longer entry."""
+        """Enter sampled followers of a token, unless the text has more of them."""
         if len(followers) >= len(self._text_after(first)):
             _enter(self._sampled, first, followers)
 
@@ -115,7 +119,7 @@ class LookaheadProposer:
         self._unread: dict[SlotId, list[int]] = {}  # tokens of slots without a pool
 
     def storages(self) -> Iterator[Held]:
-        """Nothing: it reads tokens only."""
+        """No tensors: it reads tokens only."""
         return iter(())
 
     def admit(self, new: SlotInit) -> None:

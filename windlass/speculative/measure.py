@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 # Runs one step of a number of tokens, or rows, and returns its measured seconds.
 Step = Callable[[int], float]
 
-# In the order of measurement: far points first, then close ones, since interpolation errs less than
+# In the order of measurement: the largest sizes early, since interpolation errs less than
 # extrapolation. GEMMs may process rows in tiles of four and eight, so the ninth row costs more.
 _SIZES = (1, 2, 4, 8, 16, 9, 5, 3, 6, 32, 12, 64, 24, 128, 10, 48, 256, 96, 192)
 _FEW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -48,11 +48,11 @@ class MeasureLimits:
     num_blocks: int
     block_size: int
     max_model_len: int = 2**31
-    lookahead: int = 0  # tokens after a row's own that fit into its blocks
+    lookahead: int = 0  # tokens behind a row's last one that its blocks have room for
 
     @property
     def max_draft_length(self) -> int:
-        """The longest draft of a row for which a few verifications fit."""
+        """The longest draft of which a row's blocks have room for a few verifications."""
         max_tokens = min(self.max_model_len, self.num_blocks * self.block_size)
         most = (max_tokens - 1 - _NUM_VERIFICATIONS) // (1 + _NUM_VERIFICATIONS)
         return min(self.max_row_tokens - 1, most)
@@ -117,7 +117,8 @@ class SpotCheck:
         """The largest factor between these seconds and a table's; 1: they agree."""
         pairs = [(self.plain_s, costs.plain.of(1))]
         if costs.drafting is not None and self.draft_length:
-            # With the step: drafting alone may take next to nothing, where a factor means little.
+            # Compares drafting plus the step: drafting alone may take almost no time, and its ratio
+            # is noise.
             known = costs.drafting.of(1, self.draft_length)
             pairs.append((self.plain_s + self.draft_s, costs.plain.of(1) + known))
         return max(max(now / cached, cached / now) for now, cached in pairs)
@@ -147,7 +148,7 @@ def _prompt_token_s(steps: _Steps, first_s: float) -> float:
     count = min(_PROMPT, limits.max_model_len - 2, limits.num_blocks * limits.block_size - 2)
     if steps.proposer.in_step or count < 2:
         return 0.0
-    # Other tokens each time: the draft model does not compute a cached prefix again.
+    # New tokens each time, since the draft model would reuse a cached prefix.
     seconds = min(steps.prompt(count, token) for token in range(1, 1 + _REPEATS))
     return max(0.0, seconds - first_s) / count
 
@@ -345,7 +346,7 @@ def _plan(num_tokens: int, limits: MeasureLimits) -> StepPlan:
         slot, name = SlotId(i), str(i)
         held = range(i * limits.row_blocks, (i + 1) * limits.row_blocks)
         blocks = tuple(BlockId(block) for block in held if block < limits.num_blocks)
-        # Without a prompt: prompt tokens may take another path than generated ones.
+        # All tokens count as generated: prompt tokens may be computed by other kernels.
         admitted.append(
             SlotInit(
                 request_id=name,

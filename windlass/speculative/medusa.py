@@ -58,7 +58,7 @@ class MedusaDrafter:
         self.num_siblings = num_siblings
         self._weights = weights
         self._network = network
-        # The kernels find sibling tokens in other tiles of the vocabulary.
+        # The kernels take each sibling token from another tile of the vocabulary.
         large = weights.matrices is not None and weights.matrices.shape[1] > 128 * (
             1 + num_siblings
         )
@@ -81,12 +81,12 @@ class MedusaDrafter:
         else:
             logits = torch.bmm(x, weights.matrices[:count].mT)
         tokens = self._token_ids(logits.argmax(-1))
-        # Positions without a head get token 0, whose low acceptance the governor will count.
+        # Positions without a head get token 0, whose low acceptance the governor measures.
         drafted = pad(tokens.T, (0, requested - count))
         if not siblings:
             return drafted
-        others = self._token_ids(logits[0].topk(1 + siblings).indices[:, 1:])
-        return torch.cat((drafted, others), dim=1)
+        sibling_tokens = self._token_ids(logits[0].topk(1 + siblings).indices[:, 1:])
+        return torch.cat((drafted, sibling_tokens), dim=1)
 
     def _token_ids(self, rows: Tensor) -> Tensor:
         """Token ids of rows of the matrices."""

@@ -72,7 +72,9 @@ class MTPLoader:
 
     def make_kv(self, capacity: Capacity) -> DrafterKV:
         layout = self._layout(capacity.block_size)
-        return make_drafter_kv(layout, capacity, self.loaded, "mtp")  # the model's files have it
+        return make_drafter_kv(
+            layout, capacity, self.loaded, "mtp"
+        )  # part of the model's own files
 
     def start(self, made: Assembled) -> Proposer:
         reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
@@ -118,7 +120,8 @@ def _parts(context: SpeculationContext, hparams: HParams, checkpoint: Checkpoint
 def _method_for(
     own: Parts, loaded: Loaded, hparams: HParams, checkpoint: Checkpoint
 ) -> Callable[[str, Iterable[str]], LinearMethod]:
-    """The methods of the checkpoint's format. It need not say that eh_proj and the head have none."""
+    """The methods of the checkpoint's format. eh_proj and the head are unquantised, even if the checkpoint's
+    config does not list them."""
     plain, names = Unquantised(own.dtype, loaded.gemm), checkpoint.names()
 
     def method_for(prefix: str, parts: Iterable[str]) -> LinearMethod:

@@ -31,7 +31,7 @@ class Index:
         self._earlier: list[int] = []  # by position: the previous one of the same n-gram; 0: none
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram is entered once its follower is known, so it never finds itself."""
+        """Append tokens. An n-gram is entered once its follower is known: a suffix never matches itself."""
         own, latest, length = self._tokens, self._latest, self._min_ngram
         for position, token in enumerate(tokens, start=len(own)):
             gram = tuple(own[-length:])
@@ -85,7 +85,7 @@ class NgramProposer:
         self._unread: dict[SlotId, list[int]] = {}
 
     def storages(self) -> Iterator[Held]:
-        """Nothing: it reads tokens only."""
+        """No tensors: it reads tokens only."""
         return iter(())
 
     def admit(self, new: SlotInit) -> None:

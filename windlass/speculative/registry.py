@@ -27,7 +27,7 @@ _LOADERS = {
 WRITES_KV_AHEAD = ("draft", "self", "eagle", "mtp")
 # Methods whose drafts stay on the device, so that the next step can be pre-launched.
 PRELAUNCHES = ("medusa", "eagle", "mtp")
-# Methods in which every rank takes part: they compute with the target's network. Others run on rank 0.
+# Methods that compute with the target's network, on every rank. All other methods run on rank 0.
 ON_EVERY_RANK = ("self", *PRELAUNCHES)
 # Functions that refuse an unusable --spec-model or option before the target's weights are read.
 _CHECKS = {
@@ -90,7 +90,7 @@ def open_loader(context: SpeculationContext) -> ProposerLoader:
 
 
 def cost_key(config: EngineConfig, hparams: HParams) -> object:
-    """What decides the costs of --spec-model beside the settings; independent of its path."""
+    """Everything but the settings that the costs of --spec-model depend on; independent of its path."""
     path = _COST_KEYS.get(config.speculation.spec)
     return None if path is None else _import(path)(config, hparams)
 

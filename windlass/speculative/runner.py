@@ -1,7 +1,7 @@
 """A runner with a proposer: after steps whose plan says so, the proposer drafts for the next step.
 
-Wraps the real runner, so that the runner alone knows nothing of proposers. It decides nothing: the
-plan has the draft length, and the result carries the drafts as the proposer made them.
+Wraps the runner, which knows nothing of proposers. The scheduler decides: the plan has the draft
+length, and the result returns all drafts of the proposer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _PendingDrafts:
 
     def __init__(self, owner: SpeculativeRunner, plan: StepPlan, pending: PendingStep) -> None:
         self.plan = plan
-        self.freed: set[SlotId] = set()  # by later plans: the slots may belong to other requests
+        self.freed: set[SlotId] = set()  # by later plans; these slots may have new requests
         self._owner = owner
         self._pending = pending
 
@@ -38,8 +38,8 @@ class _PendingDrafts:
 class SpeculativeRunner:
     """Owns the proposer, and the tokens that the proposer has not been given yet.
 
-    The proposer gets new slots, and the tokens of steps without drafts, when it drafts again: such
-    steps may have hundreds of rows, and little time for each.
+    The proposer gets new slots, and the tokens of steps without drafts, only when it drafts again:
+    steps without drafts may have hundreds of rows, and must stay cheap.
     """
 
     def __init__(

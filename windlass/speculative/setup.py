@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from windlass.runner.worker import Worker
 
 
-_MAX_DISAGREEMENT = 1.2  # factor between cached and observed costs above which to measure again
+_MAX_DISAGREEMENT = (
+    1.2  # measure again if cached and observed costs differ by more than this factor
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class SpeculationSetup:
             max_model_len=made.max_model_len,
         )
         if made.runner.followers is not None and options.spec in ON_EVERY_RANK:
-            made.runner.followers.tell("draft")
+            made.runner.followers.start_call("draft")
         proposer = self._loader.start(made)
         if proposer is None:
             self._cache.save()
@@ -139,7 +141,7 @@ class SpeculationSetup:
         return StartedSpeculation(SpeculativeRunner(made.runner, proposer), choice, facts)
 
     def follow(self, made: Assembled, worker: Worker) -> dict[str, Callable[..., None]]:
-        """What another rank than rank 0 does for this proposer when rank 0 says so, by name."""
+        """The functions of this proposer that rank 0 calls on other ranks, by name."""
         loader = self._loader
         if not isinstance(loader, EarlyExitLoader):
             return {"draft": partial(_start, loader, made)}
@@ -185,7 +187,7 @@ def _start(loader: ProposerLoader, made: Assembled) -> None:
 
 
 def _do_nothing() -> None:
-    """Exits follow by their own command."""
+    """Early exit has its own call."""
 
 
 def _check_cached_costs(cache: MeasurementCache, name: str, disagreement: float) -> None:

@@ -21,7 +21,7 @@ _SEQUENCE = struct.Struct("<Q")
 class Followers(Protocol):
     """The other ranks of the engine; runner/worker.py:Followers."""
 
-    def tell(self, name: str, *arguments: str) -> None: ...
+    def start_call(self, name: str, *arguments: str) -> None: ...
 
     def call(self, name: str, *arguments: str) -> list[bytes]: ...
 
@@ -46,7 +46,7 @@ class RankedExport:
 
     def expect(self, keys: Sequence[bytes]) -> None:
         self._own.expect(keys)
-        self._followers.tell("kv_expect", *_texts(keys))
+        self._followers.start_call("kv_expect", *_texts(keys))
         # Those that only other ranks lack.
         self._tiers.save_again([key for key in keys if key in self._expected])
         self._expected |= dict.fromkeys((key for key in keys if key not in self._expected), None)
@@ -70,7 +70,7 @@ class RankedExport:
     def hand_over(self, keys: Sequence[bytes]) -> HandedBlocks:
         own = self._own.hand_over(keys)
         others = {key: self._expected.pop(key, None) for key in keys}
-        self._followers.tell("kv_handed", *_texts(keys))
+        self._followers.start_call("kv_handed", *_texts(keys))
         records = [
             record._replace(others=found)
             for record in own.records
@@ -88,7 +88,7 @@ class RankedImport:
         self._followers = followers
 
     def announce(self, handed: HandedBlocks) -> None:
-        self._followers.tell("kv_announce", msgspec.json.encode(handed).decode())
+        self._followers.start_call("kv_announce", msgspec.json.encode(handed).decode())
         self._own.announce(handed)
         self._tiers.found_again([record.key for record in handed.records])
 

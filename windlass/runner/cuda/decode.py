@@ -49,7 +49,7 @@ class DecodeShape:
 
 
 def _may_be_long(size: int, context: int) -> bool:
-    """Whether attention of so many rows has more splits if the longest context is `context`."""
+    """Whether decode attention of `size` rows uses more KV splits: few rows with a long context."""
     return size <= MAX_LONG_ROWS and context >= LONG_CONTEXT
 
 

@@ -21,8 +21,8 @@ Outputs = TypeVar("Outputs")
 _PATIENCE = 64  # steps that use a larger graph before one of their size is captured
 
 
-class Arrival(Protocol):
-    """A copy to the host. `wait` blocks until it has arrived."""
+class HostCopy(Protocol):
+    """A copy to the host in progress. `wait` blocks until it is complete."""
 
     def wait(self) -> Tensor: ...
 
@@ -34,12 +34,12 @@ class Backend(Protocol):
         """An int32 buffer from which copies to the device are asynchronous."""
         ...
 
-    def bring(self, tensor: Tensor) -> Arrival:
+    def copy_to_host(self, tensor: Tensor) -> HostCopy:
         """Start a copy to the host."""
         ...
 
     def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Capture `compute`: a function that replays it, and its outputs, which a replay overwrites."""
+        """Capture `compute`. Returns its replay, and the outputs that each replay overwrites."""
         ...
 
 
@@ -52,8 +52,8 @@ class CudaBackend:
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32).pin_memory()
 
-    def bring(self, tensor: Tensor) -> Arrival:
-        return _CudaArrival(tensor)
+    def copy_to_host(self, tensor: Tensor) -> HostCopy:
+        return _CudaHostCopy(tensor)
 
     def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         compute()  # compiles kernels outside of the capture
@@ -66,7 +66,7 @@ class CudaBackend:
         return graph.replay, outputs
 
 
-class _CudaArrival:
+class _CudaHostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
@@ -110,8 +110,8 @@ class GraphSet(Generic[Key, Outputs]):
 class CapturedSizes:
     """Which sizes of an executor are captured. Steps of another size use the next larger one.
 
-    With `lazy`, some sizes are captured at start. The others follow while the engine is idle, or when
-    they have been asked for often: padding costs more than one capture then.
+    With `lazy`, some sizes are captured at start. The others are captured while the engine is idle, or
+    once enough steps would have used them: by then, padding has cost more than the capture does.
     """
 
     def __init__(self, sizes: Sequence[int], lazy: bool) -> None:
@@ -126,7 +126,7 @@ class CapturedSizes:
         self._asked: Counter[int] = Counter()
 
     def next_missing(self) -> int | None:
-        """The size to capture next, which counts as captured from now on; None: all are."""
+        """Return the size to capture next and count it as captured; None if all are."""
         if not self._missing:
             return None
         asked = max(self._missing, key=lambda size: (self._asked[size], size))
@@ -134,11 +134,11 @@ class CapturedSizes:
         return asked
 
     def fit(self, count: int) -> int:
-        """The smallest captured size for a step of `count`."""
+        """The smallest captured size that fits a step of `count`."""
         return self._ready[bisect_left(self._ready, count)]
 
     def ran(self, count: int) -> None:
-        """Note that a step of `count` ran. A size that is missing too often is captured by its next step."""
+        """Count a step of `count`. A size that was missing often is captured by the next step that uses it."""
         wanted = self._sizes[bisect_left(self._sizes, count)]
         if wanted in self._missing:
             self._asked[wanted] += 1

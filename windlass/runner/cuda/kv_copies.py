@@ -5,8 +5,9 @@
     write:  compute stream:  | step            |   next step, which does not use the blocks
             write stream:    | rows -> staging |(wait)| scatter |
 
-Staging lies in device memory and is allocated once, as captured graphs require of memory that lives
-beside them. When all staging of reads is in use, the compute stream waits for it: the host never does.
+Staging buffers lie in device memory. They are allocated once, because the allocator must not reuse
+memory of captured graphs. When all staging buffers of reads are in use, the compute stream waits for
+one to become free; the host never waits.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ from windlass.runner.device import gib
 from windlass.runner.host_rows import HostRows
 from windlass.runner.kv_records import DONE, PendingCopy, RecordLayout
 
-_CHUNK_BYTES = 64 * 2**20  # gathered or scattered by one launch per tensor
+_CHUNK_BYTES = 64 * 2**20  # of records, gathered or scattered by one launch per tensor
 _NUM_READ_CHUNKS = 8  # in flight, before a gather waits for the first one
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
-Move = Callable[[Tensor, Tensor, Tensor], None]
+CopyKernel = Callable[[Tensor, Tensor, Tensor], None]
 
 
-class Mark(Protocol):
-    """A point in a stream's work, which is done when the stream has passed it."""
+class Event(Protocol):
+    """A recorded point in a stream, like a CUDA event."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Block the host until it is done."""
+        """Block the host until the stream has passed the event."""
         ...
 
 
 class Stream(Protocol):
-    """Work of the device that is done in order."""
+    """A queue of device work that runs in order, like a CUDA stream."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Add what `work` launches."""
+        """Call `work`, whose launches go to this stream."""
         ...
 
-    def mark(self) -> Mark: ...
+    def record_event(self) -> Event: ...
 
-    def wait(self, mark: Mark) -> None:
-        """Later work waits for a mark of another stream; the host does not."""
+    def wait(self, event: Event) -> None:
+        """Make later work of this stream wait for an event of another stream. The host does not wait."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """`compute` runs the steps."""
+    """One stream per kind of work; `compute` runs the steps."""
 
     compute: Stream
     reads: Stream
@@ -68,19 +69,19 @@ class Streams:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """The kernels: gather blocks into records, and scatter records into blocks."""
+class CopyKernels:
+    """Gather blocks into records, and scatter records into blocks."""
 
-    gather: Move = reference.gather_blocks
-    scatter: Move = reference.scatter_blocks
+    gather: CopyKernel = reference.gather_blocks
+    scatter: CopyKernel = reference.scatter_blocks
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A staging buffer of records, and when the host has its content."""
+    """A staging buffer of records. `free` is recorded when the host has its contents."""
 
     records: Tensor  # [records, words]
-    free: Mark | None = None
+    free: Event | None = None
 
 
 def staging_rows(record_bytes: int) -> int:
@@ -97,13 +98,13 @@ class StreamedBlockCopies:
     """Owns the staging buffers."""
 
     def __init__(
-        self, layout: RecordLayout, rows: HostRows, streams: Streams, moves: Moves
+        self, layout: RecordLayout, rows: HostRows, streams: Streams, kernels: CopyKernels
     ) -> None:
         self.layout = layout
         self.record_bytes = layout.record_bytes
         self.rows = rows
         self._streams = streams
-        self._moves = moves
+        self._moves = kernels
         self._size = min(staging_rows(self.record_bytes), layout.num_blocks)
         shape = (_NUM_READ_CHUNKS + 1, self._size, self.record_bytes // layout.word.itemsize)
         *reading, self._writing = torch.empty(shape, dtype=layout.word, device=layout.device)
@@ -119,20 +120,20 @@ class StreamedBlockCopies:
             if chunk.free is not None:
                 compute.wait(chunk.free)
             compute.run(partial(self._move, self._moves.gather, some_blocks, chunk.records))
-            reads.wait(compute.mark())
+            reads.wait(compute.record_event())
             reads.run(partial(self._to_host, chunk.records, some_rows))
-            pending = chunk.free = reads.mark()
+            pending = chunk.free = reads.record_event()
         return pending
 
     @torch.inference_mode()
     def write(self, rows: Sequence[int], blocks: Sequence[BlockId]) -> PendingCopy:
-        writes, submitted = self._streams.writes, self._streams.compute.mark()
+        writes, submitted = self._streams.writes, self._streams.compute.record_event()
         pending: PendingCopy = DONE
         for some_blocks, some_rows in self._parts(blocks, rows):
             writes.run(partial(self._to_device, some_rows, self._writing))
             writes.wait(submitted)
             writes.run(partial(self._move, self._moves.scatter, some_blocks, self._writing))
-            pending = writes.mark()
+            pending = writes.record_event()
         return pending
 
     def storages(self) -> Iterator[Held]:
@@ -141,7 +142,7 @@ class StreamedBlockCopies:
 
     def wait(self) -> None:
         for stream in (self._streams.reads, self._streams.writes):
-            stream.mark().wait()
+            stream.record_event().wait()
 
     def close(self) -> None:
         self.wait()
@@ -150,14 +151,14 @@ class StreamedBlockCopies:
     def _parts(
         self, blocks: Sequence[BlockId], rows: Sequence[int]
     ) -> Iterator[tuple[list[BlockId], list[int]]]:
-        """Cut a copy into chunks, in the order of the rows: rows side by side are copied at once."""
+        """Split a copy into chunks, sorted by row, so that adjacent rows need one transfer."""
         self.layout.check(blocks, rows, self.rows.num_ready)
         order = sorted(range(len(rows)), key=rows.__getitem__)
         for first in range(0, len(order), self._size):
             part = order[first : first + self._size]
             yield [blocks[at] for at in part], [rows[at] for at in part]
 
-    def _move(self, move: Move, blocks: Sequence[BlockId], records: Tensor) -> None:
+    def _move(self, move: CopyKernel, blocks: Sequence[BlockId], records: Tensor) -> None:
         pinned = self.layout.device.type == "cuda"
         ids = torch.tensor(blocks, pin_memory=pinned).to(self.layout.device, non_blocking=True)
         for section in self.layout.sections:
@@ -185,15 +186,15 @@ def cuda_block_copies(
     rows = HostRows(num_rows, layout.record_bytes, pinning=_CudaPinning(device))
     reads, writes = (_CudaStream(torch.cuda.Stream(device)) for _ in range(2))
     streams = Streams(compute=_CudaStream(None), reads=reads, writes=writes)
-    moves = Moves()
+    kernels = CopyKernels()
     if not plain_kernels:
         from windlass.kernels.triton.block_copy import gather_blocks, scatter_blocks
 
-        moves = Moves(gather_blocks, scatter_blocks)
-    return StreamedBlockCopies(layout, rows, streams, moves)
+        kernels = CopyKernels(gather_blocks, scatter_blocks)
+    return StreamedBlockCopies(layout, rows, streams, kernels)
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
@@ -217,12 +218,12 @@ class _CudaStream:
         with torch.cuda.stream(self._stream):
             work()
 
-    def mark(self) -> _CudaMark:
-        return _CudaMark(self._stream.record_event())
+    def record_event(self) -> _CudaEvent:
+        return _CudaEvent(self._stream.record_event())
 
-    def wait(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self._stream.wait_event(mark.event)
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
 
 
 class _CudaPinning:
@@ -231,7 +232,7 @@ class _CudaPinning:
         self._runtime = torch.cuda.cudart()
 
     def pin(self, memory: Tensor) -> None:
-        with torch.cuda.device(self._device):  # in a thread, another one may be current
+        with torch.cuda.device(self._device):  # another thread may have another current device
             error = self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
         self._check(error, f"pin {gib(memory.nbytes)} of host memory for --kv-offload-gb")
 

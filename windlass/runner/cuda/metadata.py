@@ -44,7 +44,7 @@ def _power_below(number: int) -> int:
     return 1 << max(0, number.bit_length() - 1)
 
 
-MIN_LONG = 256  # tokens of a chunk that is worth contiguous keys and values
+MIN_LONG = 256  # tokens; gathering contiguous keys and values pays from here
 LONG_TILE = 128  # tokens
 
 
@@ -68,7 +68,7 @@ def attention_tiles(
 def long_chunks(
     rows: Sequence[Row], spans: Sequence[Span], tile: int, device: torch.device
 ) -> LongChunks | None:
-    """The long chunks of a step; None: it has none. `tile`: that of other chunks."""
+    """The long chunks of a step, or None. `tile`: prompt tokens per tile of the short chunks."""
     tiles: list[tuple[int, ...]] = []
     cached: list[tuple[int, int, slice]] = []
     is_long = [span.count >= MIN_LONG for span in spans]
@@ -107,7 +107,7 @@ class DeviceMetadata:
     ) -> None:
         """`tile`: prompt tokens per attention tile; `num_positions`: max single tokens of a step.
 
-        `latent`: the decode kernel of MLA merges its splits one after the other.
+        `latent`: MLA, whose decode kernel merges KV splits sequentially.
         """
         self._max_long_splits = _MAX_SPLITS if latent else _MAX_LONG_SPLITS
         self.tile = tile

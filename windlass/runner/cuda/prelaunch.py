@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
-from windlass.runner.cuda.graphs import Arrival
+from windlass.runner.cuda.graphs import HostCopy
 from windlass.runner.inputs import StepInputs
 
 
@@ -18,7 +18,7 @@ class LaunchedVerification:
     """A verification in flight."""
 
     logits: Tensor
-    back: Arrival  # [size, width + 1 + drafts]: samples, accepted count, next draft tokens
+    back: HostCopy  # [size, width + 1 + drafts]: samples, accepted count, next draft tokens
     width: int
     draft_length: int  # draft tokens per row for the next step
     positions_per_row: int  # positions with logits

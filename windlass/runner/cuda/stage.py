@@ -1,7 +1,7 @@
 """What the captured graphs of a pipeline stage read and return.
 
-Hidden states are exchanged between the graphs, not inside them: a graph has a fixed size, and the
-stages exchange the tokens of the plan, whichever executor each of them chose.
+Hidden states are exchanged between graph replays, not inside the graphs: a graph is padded to a fixed
+size, while the stages exchange exactly the plan's tokens, even if their executors differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GraphStage:
     """Owns the hidden states that the graphs of a stage after the first read."""
 
     def __init__(self, parts: RunnerParts, max_tokens: int, backend: Backend | None = None) -> None:
-        """`max_tokens`: of the largest graph. `backend`: of a stage that does not sample."""
+        """`max_tokens`: of the largest graph. `backend`: for a stage that does not sample."""
         sampling, self._pipeline = parts.sampling, parts.pipeline
         self.sampler = sampling if isinstance(sampling, DeviceSampler) else None
         self.backend = backend or CudaBackend() if self.sampler is None else self.sampler.backend
@@ -46,7 +46,7 @@ class GraphStage:
         return StagedInputs(self.backend, size, self._device, max(2, self._pipeline.num_stages))
 
     def inputs(self, ids: Tensor) -> Tensor:
-        """What the network reads: token ids, or a copy of the hidden states, which layers change."""
+        """The network's inputs: token ids, or a copy of the hidden states, which layers overwrite."""
         return ids if self._hidden is None else self._hidden[: len(ids)].clone()
 
     def run(self, graph: Graph[tuple[Tensor, ...]], inputs: StepInputs) -> PendingStep:

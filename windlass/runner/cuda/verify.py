@@ -32,13 +32,13 @@ from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.slots import SlotTables
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Up to this many rows every width is captured and the next step is pre-launched. With more rows a
-# graph costs more and helps less, and in most steps some row finishes, which wastes a pre-launch.
-_FEW = 4
+# Up to this many rows, every width is captured and the next step is pre-launched. With more rows, a
+# graph costs more and saves less, and a row finishes in most steps, which wastes the pre-launch.
+_MAX_PRELAUNCH_ROWS = 4
 MAX_POSITIONS = 512
-# Up to this many positions, attention handles each position alone and splits its context (split-KV).
-# Above, the positions of a row share one pass over its context.
-_APART = 64
+# Up to this many positions, attention treats each position as a decode row and splits its context
+# (split-KV). Above, the positions of a row share one pass over its context.
+_MAX_SPLIT_KV_POSITIONS = 64
 
 
 def widths(max_drafts: int) -> list[int]:
@@ -75,7 +75,7 @@ class VerifyWidths:
     def of(self, size: int) -> list[int]:
         """The captured row widths for a batch of `size` rows."""
         fitting = [width for width in self._widths if size * width <= MAX_POSITIONS]
-        if size <= _FEW:
+        if size <= _MAX_PRELAUNCH_ROWS:
             return fitting
         return sorted({1, *fitting[1:2], fitting[-1]})
 
@@ -262,7 +262,7 @@ class VerifyGraphs(Executor):
         logits, back = graph.outputs.logits, graph.outputs.back
         return LaunchedVerification(
             logits=logits,
-            back=self._sampler.backend.bring(back),
+            back=self._sampler.backend.copy_to_host(back),
             width=shape.width,
             draft_length=shape.draft_length,
             positions_per_row=len(logits) // shape.size,
@@ -274,7 +274,12 @@ class VerifyGraphs(Executor):
         """Launch the next verification if it is likely that no row finishes and no draft is trimmed."""
         inputs, num_drafts = pending.inputs, pending.launched.draft_length
         rows = inputs.rows
-        if not num_drafts or not shape.draft_length or len(rows) > _FEW or not pending.whole:
+        if (
+            not num_drafts
+            or not shape.draft_length
+            or len(rows) > _MAX_PRELAUNCH_ROWS
+            or not pending.whole
+        ):
             return None
         if not all(row.num_drafts for row in rows) or inputs.shape.special_sampling:
             return None
@@ -388,18 +393,18 @@ class VerifyForward:
         siblings, (size, width) = self._siblings, (shape.size, shape.width)
         if siblings is None or not shape.draft_length or width == 1:
             return None
-        if shape.batch_invariant or size > _FEW:
+        if shape.batch_invariant or size > _MAX_PRELAUNCH_ROWS:
             return None
         from windlass.kernels.triton.attention import fuses
 
         count = siblings.shape[1] - 1
         width += count
-        apart = size * width <= _APART and size * count <= self._parts.slots.size
+        apart = size * width <= _MAX_SPLIT_KV_POSITIONS and size * count <= self._parts.slots.size
         fused = fuses(size * width, self._metadata.num_kv_heads, width, quantised=False)
         return siblings if apart and fused else None
 
     def _work(self, shape: VerifyShape, tiles: Tensor, num_positions: int) -> AttentionWork:
-        if shape.batch_invariant or num_positions > _APART:
+        if shape.batch_invariant or num_positions > _MAX_SPLIT_KV_POSITIONS:
             return self._metadata.tiles_only(tiles)
         width = num_positions // shape.size
         return replace(
@@ -430,7 +435,7 @@ class VerifyForward:
         """Draft, and write the input rows of the next verification."""
         from windlass.kernels.triton.verify import write_next
 
-        siblings = self._siblings if shape.size <= _FEW else None
+        siblings = self._siblings if shape.size <= _MAX_PRELAUNCH_ROWS else None
         num_siblings = drafter.num_siblings if siblings is not None else 0
         drafts = drafter.draft(found, shape.draft_length, num_siblings)
         after = self._widths.fit(shape.size, 1 + shape.draft_length)

@@ -16,7 +16,7 @@ _SHORT_CHUNK = 2  # tokens
 _CACHED = 4  # times a chunk's tokens: what attention gathers at a time
 
 
-def rehearsal(
+def warmup_plans(
     *, max_tokens: int, max_rows: int, max_positions: int, slot: SlotId
 ) -> list[StepPlan]:
     """The plans, whose rows have no blocks of their own.

@@ -18,8 +18,8 @@ from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.mixed import mixed_sizes
 from windlass.runner.eager import step_batch
 from windlass.runner.inputs import SlotFacts, StepInputs
-from windlass.runner.rehearsal import rehearsal
 from windlass.runner.slots import SlotTables
+from windlass.runner.warmup import warmup_plans
 
 pytest.importorskip("triton")
 
@@ -37,7 +37,7 @@ Variant = tuple[str, tuple[bool, ...], tuple[tuple[str, Any], ...]]
 
 def plans(**changed: int) -> list[StepPlan]:
     sizes = {"max_tokens": 8192, "max_rows": 40, "max_positions": 16384} | changed
-    return rehearsal(**sizes, slot=SlotId(SLOTS))
+    return warmup_plans(**sizes, slot=SlotId(SLOTS))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 512, 1023, 1024, 1025, 3000, 8192])
