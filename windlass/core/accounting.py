@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from windlass.core.step import Step
     from windlass.core.tenant_account import TenantAccount
 
-_MAX_TRACES = 4096  # bound of finished traces that no caller has taken yet
+_MAX_TRACES = 4096  # max finished traces to keep until a caller takes them
 _RING = 4096  # steps whose batch size is kept
 # Weight of the last step in the recent speed: the last ten steps decide, so one slow step does not.
 _RECENT = 0.1
@@ -56,16 +56,16 @@ class StepAccounting:
 
     def __init__(self) -> None:
         self.blocker: int | None = None  # of the queue's head since the last plan
-        self.head: TenantAccount | None = (
-            None  # whose request that is, if there are several tenants
-        )
+        self.head: TenantAccount | None = None  # the tenant of that request, if there are several
         self.passed: list[tuple[Request, int]] = []  # queued requests with their own blocker
         self.traces: deque[RequestTrace] = deque(maxlen=_MAX_TRACES)
         self._started: float | None = None
         self._mark = 0.0  # time is accounted for up to here
         self._last_plan = 0.0  # when the last plan left requests in the queue
         self._blocked_s = [0.0] * len(BLOCKERS)
-        self._several_s = [0.0] * len(BLOCKERS)  # of them, while several tenants had requests
+        self._several_s = [0.0] * len(
+            BLOCKERS
+        )  # the part of these seconds in which several tenants had requests
         self._rate = 0.0  # running sum of seconds per token over all steps
         self._num_steps = 0
         self._rows: deque[int] = deque(maxlen=_RING)
@@ -149,7 +149,7 @@ class StepAccounting:
                 request.share.seconds -= unit
 
     def add_preempted_row(self, request: Request, row: Row, unit: float) -> None:
-        """Book a row whose request was preempted meanwhile: its tokens still count."""
+        """Book a row whose request was preempted after the plan: its tokens still count."""
         mine = request.share
         mine.seconds += row.num_tokens * unit
         num_prompt = min(row.start + row.num_tokens, request.num_prompt) - row.start
@@ -157,7 +157,7 @@ class StepAccounting:
             mine.prefill_s += num_prompt * unit
 
     def add_wasted_row(self, request: Request, row: Row, unit: float) -> None:
-        """Book a row whose request has finished meanwhile as idle time."""
+        """Book a row as idle time, because its request finished after the plan."""
         num_prompt = max(0, min(row.start + row.num_tokens, request.num_prompt) - row.start)
         self._prefill_s -= num_prompt * unit
         self._idle_s += row.num_tokens * unit
@@ -237,7 +237,9 @@ class StepAccounting:
         mine = request.share
         mine.queued_at = now
         mine.blocked_before = self._sums(request.account)
-        if self.blocker is not None:  # it arrived within an interval; only the rest counts
+        if (
+            self.blocker is not None
+        ):  # the request arrived within an interval, and only the rest of it counts
             mine.block(self._blocker_of(request), self._last_plan - now)
 
     def _leave_queue(self, request: Request, now: float) -> None:

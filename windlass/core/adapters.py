@@ -37,11 +37,11 @@ class Shelf(Protocol):
         ...
 
     def version(self, name: str) -> str:
-        """Identify an adapter's weights: others under the same name, also later, have another version."""
+        """The version of an adapter's weights; other weights under the same name have another version."""
         ...
 
     def ready(self, name: str) -> bool:
-        """Whether the adapter is in memory; if not, start to read it. A failed read raises once."""
+        """Whether the adapter is in host memory; if not, start to read it. Raises once if the read failed."""
         ...
 
     def hold(self, name: str) -> None: ...
@@ -89,7 +89,7 @@ class Adapters:
         self._idle: OrderedDict[str, None] = OrderedDict()  # resident and not pinned
         self._pins: dict[str, int] = {}
         self._orders: dict[int, str] = {}  # slots that the next plan fills
-        self._given: list[str] = []  # held until the last plan has run
+        self._given: list[str] = []  # freed when the last plan has run
         self._users: dict[str, int] = {}  # running and queued requests
         self._leaving: set[str] = set()  # to be unloaded when the last user ends
         self._salts: dict[str, str] = {}  # distinguish an adapter from others of the same name
@@ -159,7 +159,7 @@ class Adapters:
     def enter(self, name: str, version: str = "") -> str:
         """Count a new request. Returns the salt of its cached blocks.
 
-        `version`: that of the weights which the request is for; empty: any.
+        `version`: the weights that the request needs; empty accepts any.
         """
         if name in self._leaving or name not in self._shelf.names:
             hint = "" if self._enabled else " The engine was started without --enable-lora."
@@ -188,7 +188,7 @@ class Adapters:
     # ---- a plan ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start a plan: the last one has run, or never will."""
+        """Start a plan, when the last plan has run or was dropped."""
         for name in self._given:
             self._shelf.drop(name)
         self._given.clear()

@@ -52,7 +52,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, cached ones included."""
+        """Number of blocks that can be allocated, cached blocks included."""
         return len(self._free)
 
     @property

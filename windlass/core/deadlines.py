@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from windlass.core.request import Request
 
-# Each drop by a prediction makes the next one so much more optimistic, until a prompt is computed
-# again: otherwise rates that were measured while the machine was slow would drop requests for ever.
+# Each drop by a prediction makes the next prediction more optimistic by this factor, until a prompt is
+# computed again. Otherwise rates measured on a slow machine would drop requests forever.
 _OPTIMISM = 0.9
 
 
@@ -34,11 +34,11 @@ class LateRequest(NamedTuple):
 
 
 class Deadlines:
-    """Owns the deadlines of all requests, by the time at which each has to be looked at."""
+    """Owns the deadlines of all requests, in a heap by the time of their next check."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._num_ended = 0  # requests in the heap that have ended, about
+        self._num_ended = 0  # approximate number of ended requests in the heap
         self._optimism = 1.0
         self._num_measured = 0  # prompt tokens at the last prediction
         self.num_ended: dict[str, int] = {}  # by reason
@@ -47,7 +47,7 @@ class Deadlines:
         return bool(self._heap)
 
     def enter(self, request: Request) -> None:
-        """Watch a request that has a deadline; `late` looks at it first at the next plan."""
+        """Watch a request that has a deadline. Its first check is at the next plan."""
         heapq.heappush(self._heap, (0.0, request.arrival, request))
 
     def leave(self) -> None:
@@ -101,7 +101,7 @@ class Deadlines:
     ) -> tuple[LateRequest | None, float]:
         """End a queued request that could not be ready in time if it started now.
 
-        Otherwise returns when to look again: at its latest start, by these rates.
+        Otherwise returns the time of the next check: its latest start at these rates.
         """
         assert request.deadline is not None
         if rates.num_measured != self._num_measured:

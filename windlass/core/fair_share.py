@@ -2,9 +2,9 @@
 
 The counters follow VTC (Sheng et al., "Fairness in Serving Large Language Models"). A tenant's
 counter grows by the cost of its computed tokens over its weight, and the queue takes the tenant
-with the smallest counter. A tenant that had no queued request is lifted to the smallest counter of
-those that have, less one step: idle time earns no more credit than a short burst needs. While one
-tenant uses the engine, nothing is counted and nothing changes.
+with the smallest counter. When a tenant without queued requests queues one, its counter is raised
+to the smallest counter of the queued tenants, less one step: idle time earns no more credit than a
+short burst needs. While a single tenant uses the engine, nothing is counted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from windlass.core.types import BATCH_PRIORITY, PROBE_PRIORITY, NewRequest, Row,
 # A generated token takes more of a step than a prompt token; a cached one takes nothing.
 PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
-# Under every policy probes run before, and requests of batches after, those of all tenants.
+# Under every policy, health probes run before and batch requests after the requests of all tenants.
 CLASSES = {PROBE_PRIORITY: -1, BATCH_PRIORITY: 1}
 
-_RECENT_S = 60.0  # an idle tenant is remembered so long
+_RECENT_S = 60.0  # how long an idle tenant is remembered
 _TICK_S = 10.0
 _DECAY = 0.85  # per tick, of the measured service: a window of about a minute
 _NEW_PROMPT = 1 / 8  # weight of the last prompt in a tenant's mean
-_MIN_CHUNK = 256  # prompt tokens that a step of any tenant may have: fewer would waste the device
+_MIN_CHUNK = (
+    256  # prompt tokens that a tenant may always have in a step: fewer would waste the device
+)
 
 
 class FairShare:
@@ -37,24 +39,24 @@ class FairShare:
 
     def __init__(self, budget: int, enabled: bool = True) -> None:
         self.min_chunk = min(_MIN_CHUNK, max(1, budget // 16))
-        self._credit = PROMPT_COST * budget  # of a tenant that was idle: a short burst goes first
+        self._credit = PROMPT_COST * budget  # credit of an idle tenant: a short burst goes first
         self.enabled = enabled
         self._accounts: dict[str, TenantAccount] = {}
         self._probes = TenantAccount("")
-        self._last: TenantAccount | None = None  # whose request started last
+        self._last: TenantAccount | None = None  # the tenant whose request started last
         self._next_tick = 0.0
         self._active: list[TenantAccount] = []  # those with requests
         self._total_weight = 1.0  # of those
         self._shortest: list[tuple[float, TenantAccount]] = []  # the two shortest mean prompts
         self._contenders: set[TenantAccount] = set()  # of this step
-        self.measures = False  # there are several tenants
-        self.several = False  # and they share the engine by weight
-        self.is_unsorted = False  # the running requests must be put in order
+        self.measures = False  # whether there are several tenants
+        self.several = False  # whether they share the engine by weight
+        self.is_unsorted = False  # whether to sort the running requests
 
     # ---- requests ----------------------------------------------------------------------------
 
     def enter(self, new: NewRequest, head: Request | None, now: float) -> TenantAccount:
-        """The account of a request that joins the queue, whose first request is `head`."""
+        """Count a queued request, and return its tenant's account. `head`: the first queued request."""
         if new.priority == PROBE_PRIORITY:
             return self._probes
         account = self._accounts.get(new.tenant)
@@ -64,7 +66,7 @@ class FairShare:
             self._forget_old(now)
         account.weight = new.weight
         if not account.num_waiting:
-            # Without a queue, the tenant that started last stands for the others, as in VTC.
+            # Without a queue, compare with the tenant that started last, as VTC does.
             first = self._last if head is None or head.account is self._probes else head.account
             if first is not None:
                 account.counter = max(account.counter, first.counter - self._credit / new.weight)
@@ -178,9 +180,9 @@ class FairShare:
     def max_step_tokens(self, account: TenantAccount) -> int:
         """Tokens of a step up to which `account` may add a prompt to it.
 
-        As many as the shortest mean prompt of the others: a request of theirs that arrives during
-        the step waits no longer than its own prompt takes. A tenant that was served the least and
-        has the fewest requests is not held back.
+        The limit is the shortest mean prompt of the other tenants: one of their requests that
+        arrives during the step then waits no longer than its own prompt takes. The tenant that was
+        served the least and has the fewest requests has no limit.
         """
         shortest = [mean for mean, other in self._shortest if other is not account]
         if not shortest or self._is_lightest(account):

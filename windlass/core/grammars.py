@@ -30,9 +30,8 @@ class Grammars(Protocol):
         ...
 
     def acquire(self, request_id: str) -> str:
-        """Keep the grammar of a request that starts until `leave`; returns it for the runner.
-
-        Call in the plan in which it was ready.
+        """Return the grammar of a request that starts, and keep it until `leave`. Call in the plan in which
+        `ready` was true.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How the blocks of a prompt pass from the engine that computed them to another one.
+"""Hands the blocks of a prompt from the engine that computed them to another engine.
 
 The store between the engines is tiers/peer.py; the front tells the other engine where the blocks are.
 """
@@ -22,7 +22,7 @@ class PeerRecord(NamedTuple):
 
 
 class HandedBlocks(NamedTuple):
-    """The blocks of one prompt. A block that is not here is computed by the engine that needs it."""
+    """The exported blocks of one prompt. The other engine computes missing blocks itself."""
 
     source: str  # the buffer: the number of a replica, or "host:port"
     records: list[PeerRecord]
@@ -33,12 +33,12 @@ class BlockExport(Protocol):
     """Where other engines read the blocks of this one."""
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Take the records of these keys, and no others."""
+        """Accept only records of these keys from now on."""
 
     def contains(self, key: bytes) -> bool: ...
 
     def hand_over(self, keys: Sequence[bytes]) -> HandedBlocks:
-        """Where another engine finds these blocks; those that are not stored have failed."""
+        """The locations of these blocks for another engine. Blocks that are not stored count as failed."""
         ...
 
 
@@ -49,7 +49,7 @@ class BlockImport(Protocol):
 
 
 class NoExport:
-    """Other engines compute all blocks themselves."""
+    """Exports nothing: other engines compute all blocks themselves."""
 
     def expect(self, keys: Sequence[bytes]) -> None:
         del keys
@@ -72,7 +72,7 @@ class _Transfer:
 
 
 class Transfers:
-    """Owns the prompts whose blocks are on their way into the export. `save` copies blocks there."""
+    """Owns the prompts whose blocks are being exported. `save` copies blocks to the export."""
 
     def __init__(self, export: BlockExport, save: Callable[[Sequence[bytes]], None]) -> None:
         self._export = export
@@ -91,9 +91,8 @@ class Transfers:
         self._save(keys)
 
     def ended(self, now: float) -> list[tuple[str, HandedBlocks]]:
-        """The requests whose blocks are all there, or did not arrive in time.
-
-        A block that was refused, since too many others were on their way, is tried again.
+        """The requests whose blocks are all exported, or were not exported in time. A block that was refused
+        because too many copies were in progress is tried again.
         """
         found, contains = [], self._export.contains
         for request_id, each in list(self._open.items()):

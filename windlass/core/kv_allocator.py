@@ -40,10 +40,10 @@ class CachedPrefix(NamedTuple):
 
 
 class Lookup(Protocol):
-    """Where blocks are looked for: the pool, or the pool and KV tiers."""
+    """Finds cached blocks: in the pool, or in the pool and KV tiers."""
 
     def find(self, hashes: Iterable[bytes], /) -> Sized:
-        """Those of the longest prefix."""
+        """The blocks of the longest cached prefix."""
         ...
 
     def is_cached(self, digest: bytes, /) -> bool: ...
@@ -92,7 +92,7 @@ class KVAllocator:
 
     def _hashes(self, request: Request) -> list[bytes]:
         """The hashes of the blocks that a request can share."""
-        # At least the last token is computed, and the state before it exists only at a block's end.
+        # At least the last token is computed, and a state before it is only stored at a block's end.
         num_tokens = len(request.tokens) - self._limits.layout.has_state
         return request.hashes(num_tokens // self._size, self._size)
 
@@ -106,7 +106,7 @@ class KVAllocator:
         return num_blocks, self._keys(hashes[:num_blocks], num_tokens)
 
     def prompt_keys(self, request: Request) -> list[bytes]:
-        """The keys of the prompt's full blocks that are read after the first output token."""
+        """The keys of the prompt's full blocks that tokens after the first output token read."""
         hashes = request.hashes(request.num_prompt // self._size, self._size)
         return self._keys(hashes, request.num_prompt + 1)
 
@@ -137,7 +137,7 @@ class KVAllocator:
             return len(where.find(group_key(digest, index) for digest in hashes))
         end = len(hashes)
         while end:
-            # Blocks between the window and a missing block serve no prefix.
+            # Shorter prefixes that end behind a missing block read it, too: continue before it.
             needed = range(self._first_read(group, end, num_tokens), end)
             keys = ((at, group_key(hashes[at], index)) for at in reversed(needed))
             missing = next((at for at, key in keys if not where.is_cached(key)), None)
@@ -167,7 +167,7 @@ class KVAllocator:
         return sum(map(len, request.tables)) - sum(request.first_held)
 
     def lacking(self, request: Request, cached: CachedPrefix, count: int, alone: bool) -> int:
-        """Blocks that are not free, of those that a queued request with `count` first tokens needs."""
+        """The number of blocks that a queued request lacks for its first `count` tokens."""
         limits, pool, size = self._limits, self.pool, self._size
         num_tokens, num_cached = len(request.tokens), cached.num_blocks
         copy_last = num_cached * size >= num_tokens
@@ -185,7 +185,7 @@ class KVAllocator:
     def start(self, step: Step, request: Request, cached: CachedPrefix, alone: bool) -> int:
         """Allocate the first blocks of a queued request; returns how many tokens `step` computes.
 
-        0: the step has no budget. -n: n blocks are lacking. Neither allocates anything.
+        Returns 0 if the step has no budget, and -n if n blocks are lacking; allocates nothing then.
         """
         limits, pool, size = self._limits, self.pool, self._size
         num_tokens, num_cached = len(request.tokens), cached.num_blocks
@@ -232,7 +232,7 @@ class KVAllocator:
         self._misses.note(request, request.computed)
 
     def end_with_drafts(self, request: Request, end: int, spare: int, num_running: int) -> int:
-        """The position up to which to allocate: draft tokens and lookahead only from spare blocks."""
+        """The position up to which to allocate. Draft tokens and lookahead get only spare blocks."""
         if request.pooling is not None:
             return end
         spare = 0 if self._limits.layout.has_state else min(len(request.drafts), spare)

@@ -58,10 +58,10 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     chunked_prefill: bool = True
     why_not_batch_invariant: str | None = None  # why no request can be deterministic
-    lookahead: int = 0  # tokens ahead for which running requests get spare blocks
-    lookahead_after_drafts: int = 0  # the same after a row's draft tokens
+    lookahead: int = 0  # tokens ahead of a running request that get spare blocks
+    lookahead_after_drafts: int = 0  # the same, counted from a row's last draft token
     drop_drafts_below: int = 0  # mixed steps of at most this many tokens verify no draft tokens
-    num_stages: int = 1  # pipeline stages: so many plans may be in flight
+    num_stages: int = 1  # pipeline stages, which is the max number of plans in flight
 
     def __post_init__(self) -> None:
         if not self.chunked_prefill:
@@ -73,9 +73,8 @@ class SchedulerLimits:
 
     @property
     def max_pending(self) -> int:
-        """Samples in flight beside which a request gets another row.
-
-        Only the last stage of a pipeline has the token; the first waits for the commit.
+        """Max samples in flight of a request that gets another row. Only the last pipeline stage has the
+        sampled token; the first stage waits for the commit.
         """
         return 1 if self.num_stages == 1 else 0
 
@@ -98,7 +97,7 @@ class SchedulerLimits:
         return self.layout.max_tokens(self.num_blocks, in_flight, self.max_model_len)
 
     def _bound(self) -> tuple[int, str, str]:
-        """The longest request, what bounds it, and advice how to raise it."""
+        """The max tokens of a request, what bounds them, and how to raise the bound."""
         longest = self.longest
         if longest == self.max_model_len:
             return longest, "the model's context", ""

@@ -89,7 +89,7 @@ class _Lane:
 
 
 class WaitingQueue:
-    """Queued requests: of the tenant with the smallest counter first, and in policy order within it.
+    """The queued requests: tenants in order of their counters, and each tenant's requests in policy order.
 
     Owns the heaps. Removal is lazy, and so is the order of lanes: counters only grow, so a lane that
     has the smallest key and is up to date is the first.
@@ -197,7 +197,7 @@ class InflightPrefixes:
                     del self._by_hash[digest]
 
     def should_wait(self, request: Request, num_cached: int) -> bool:
-        """Whether other requests are computing at least half of what `request` still needs."""
+        """Whether other requests are computing at least half of the blocks that `request` still needs."""
         if not self._by_hash or not request.may_read_cache:
             return False
         count = len(request.tokens) // self._size

@@ -1,4 +1,4 @@
-"""Pooling: how the hidden states of a prompt become one vector, and what a model offers of it."""
+"""Pooling params: how a prompt's hidden states become one vector, and what a model supports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class PoolingParams:
     """How the vector of one request is made. Names follow vLLM."""
 
     pooling_type: PoolingType = "last"
-    dimensions: int | None = None  # keep so many of the first numbers (Matryoshka)
+    dimensions: int | None = None  # length to cut the vector to (Matryoshka)
     # The last operation: unit length of an embedding, the activation function of a classifier.
     use_activation: bool = True
 
     @property
     def reads_all(self) -> bool:
-        """Whether the hidden states of all positions are read: then no prefix may come from the cache."""
+        """Whether pooling reads the hidden states of all positions, so no prefix may come from the cache."""
         return self.pooling_type == "mean"
 
 

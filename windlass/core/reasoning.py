@@ -1,4 +1,4 @@
-"""The reasoning at the beginning of an output: how it begins and ends, and how long it may be."""
+"""The reasoning phase of an output: its start and end tokens, and its budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningPhase:
-    """Where reasoning is in an output, in token ids.
+    """The reasoning part of an output, in token ids.
 
     start: how it begins; (): the prompt has opened it. An output that begins otherwise has none.
     ends: the sequences after which the answer begins. closing: what is written when `max_tokens` tokens

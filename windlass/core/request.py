@@ -118,7 +118,7 @@ class Request:
         self.drafts: tuple[int, ...] = ()  # draft tokens to verify in the next row
         self.draft_kind = 0  # of the last draft
         self.draft_computed = 0  # tokens that a draft model has computed, as far as it reported
-        self.verifying = False  # draft tokens are in flight: the next position is unknown
+        self.verifying = False  # draft tokens are in flight, so the next position is unknown
         self.generation = 0  # advanced by each preemption, so that late results are recognised
         self.finish: FinishReason | None = None
         self.timeline = Timeline(arrived=now, num_prompt=self.num_prompt)
@@ -145,9 +145,9 @@ class Request:
 
     @property
     def may_read_cache(self) -> bool:
-        """Whether no hidden state of the prompt is read but the last.
+        """Whether the prefix cache can be used: only the prompt's last hidden state is read.
 
-        Prompt logprobs and mean pooling read all of them, so the cache cannot be used.
+        Prompt logprobs and mean pooling read the hidden states of all positions.
         """
         reads_all = self.pooling is not None and self.pooling.reads_all
         return self.sampling.prompt_logprobs is None and not reads_all
@@ -207,7 +207,7 @@ class Request:
             self.computed -= row.num_drafts - num_accepted
             self.planned = self.computed
             self.verifying = False
-        if self.num_pending == 1:  # else an overlapped plan is already past them
+        if self.num_pending == 1:  # otherwise an overlapped plan has already passed them
             self.drafts, self.draft_kind = got.drafts, got.draft_kind
 
     def unreported(self, row: Row, scores: list[TokenLogprob]) -> list[TokenLogprob]:

@@ -168,7 +168,7 @@ class SamplingParams:
 
 
 def _wrapped(seed: int) -> int:
-    """`seed` as a signed 64-bit integer: the seed after the largest is the smallest."""
+    """`seed` wrapped to a signed 64-bit integer."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

@@ -53,7 +53,7 @@ from windlass.errors import EngineError, Overloaded, RequestError
 _NO_BLOCKS: list[BlockId] = []
 # The fields of an output of tokens behind `timeline`.
 _UNSET = (None,) * (len(Output._fields) - Output._fields.index("timeline") - 1)
-_MIN_BUDGET = 64  # tokens: a device without memory for these will not recover
+_MIN_BUDGET = 64  # tokens; if the device lacks memory for such a step, smaller steps will not help
 
 
 def _one(_: Request) -> int:
@@ -92,7 +92,7 @@ class Scheduler:
         self._predictions = Predictions()
         self._slo: SloController | NoSlo = slo or NoSlo()
         self._deadlines = Deadlines()
-        self._stuck_for = ADAPTER  # the blocker of all queued requests, while the queue is stuck
+        self._stuck_for = ADAPTER  # the blocker that all queued requests have in common
         # Requests that failed, or ended at their deadline, while the last plan was made.
         self.failed: list[Output] = []
         # Requests that ended after their first token, and the keys of their prompt, until they are taken.
@@ -171,7 +171,7 @@ class Scheduler:
     def fail_running(self, error: str) -> list[Output]:
         """End the requests of all steps in flight with an error; queued requests stay queued.
 
-        When no request is running, planning itself failed, and the queued requests end, too.
+        If no request is running, planning itself failed, and the queued requests end, too.
         """
         requests = list(self._requests.values())
         lost = [each for each in requests if each.slot is not None or each.num_pending]
@@ -236,7 +236,7 @@ class Scheduler:
         return self.accounting.rates(1 - count.num_saved_tokens / num_generated)
 
     def _num_cached(self, request: Request) -> int:
-        """Prompt tokens of a queued request that are in the prefix cache."""
+        """The number of prompt tokens of a queued request that are in the prefix cache."""
         num_cached = self._allocator.find(request).num_blocks * self._limits.block_size
         return min(num_cached, request.num_prompt - 1)
 
@@ -386,7 +386,7 @@ class Scheduler:
     def _make_way(self, now: float) -> None:
         """Preempt requests of tenants over their share for the first tenant of the queue.
 
-        That tenant is within its own share afterwards, so no request is preempted in return.
+        That tenant stays within its share, so none of its requests is preempted in return.
         """
         head = self._waiting.peek()
         if head is None or not self._may_claim(head):
@@ -498,7 +498,7 @@ class Scheduler:
             if request.account.counter > counter:
                 break
             prompts.remove(request)
-            if request.slot is None:  # preempted for the prompt before it
+            if request.slot is None:  # preempted for an earlier prompt
                 continue
             has_rows = step.budget < step.total
             step.max_prompt = self._prompt_room(step, request)
@@ -527,7 +527,8 @@ class Scheduler:
         return max(room, 0 if has_prompts else self._fair.min_chunk)
 
     def _plan_waiting(self, step: Step, prompts: list[Request], now: float) -> None:
-        # Adapter loads and grammar compilations finish at any moment: keep the state from before.
+        # Adapter loads and grammar compilations may finish during this loop: use the state from
+        # before it.
         state = self.adapters.state, self.grammars.state, self.tiers.state
         request = self._waiting.peek()
         if request is None:
@@ -623,7 +624,7 @@ class Scheduler:
         return self._allocator.grow(request, need)
 
     def _admit(self, step: Step, request: Request, cached: CachedPrefix, now: float) -> int:
-        """Give a queued request a slot and its first blocks. A result <= 0: it cannot start now."""
+        """Give a queued request a slot and its first blocks. Returns <= 0 if it cannot start now."""
         count = self._allocator.start(step, request, cached, alone=not self._running)
         if count <= 0:
             return count

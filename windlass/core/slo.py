@@ -40,7 +40,7 @@ _PERCENTILE_RATE = (
 _MAX_MARGIN = 2.0
 # Limits fall at once and rise only by 10 % or more: noise of the model then changes nothing.
 _HYSTERESIS = 1.1
-_MAX_STRETCH = 4.0  # a step that a late prompt may make longer takes at most so many targets
+_MAX_STRETCH = 4.0  # max length of a step that computes a late prompt, in TPOT targets
 _MIN_STEPS = 32  # measured before a target is called impossible
 _POSSIBLE_AGAIN = 0.8  # of the target: the shortest step that makes it possible again
 # While the target is impossible, steps are as long as two of the shortest. Shorter ones would cost
@@ -49,7 +49,7 @@ _IMPOSSIBLE_STRETCH = 2.0
 
 
 class StepLimits(NamedTuple):
-    """What the next plan may have, beside the scheduler's fixed limits."""
+    """Limits of the next plan, in addition to the scheduler's fixed limits."""
 
     num_prompt_tokens: int = _UNLIMITED
     num_running: int = _UNLIMITED
@@ -110,7 +110,8 @@ class StepTimes:
         sizes = (1.0, num_rows / self._max_rows, num_extra / self._max_tokens)
         products = [sum(map(mul, line, sizes)) for line in covariance]
         gain = 1 / (_FORGETTING + sum(map(mul, sizes, products)))
-        # What steps do not show is not forgotten: otherwise it would be unknown after some time.
+        # Forget only up to the prior variance. Otherwise the variance of weights that the steps do not
+        # show would grow without bound.
         spread = sum(covariance[at][at] for at in range(3))
         growth = 1 / _FORGETTING if spread < _PRIOR else 1.0
         for i in range(3):
@@ -127,7 +128,7 @@ class SloTargets:
     tpot_s: float | None = None
     max_rows: int = 1
     max_tokens: int = 1
-    num_stages: int = 1  # a request gets one token from so many steps
+    num_stages: int = 1  # steps per token of a request
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class SloController:
         self._limits = NO_LIMITS
         self._is_possible, self._has_warned, self._is_stretched = True, False, False
 
-    # ---- what steps show ---------------------------------------------------------------------
+    # ---- observation -------------------------------------------------------------------------
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn the time of a step, from commit to commit."""
@@ -206,7 +207,7 @@ class SloController:
         times = self._times
         draft_length = self._fitting(target_s, num_rows) // (2 * max(1, num_rows))
         if not self._is_possible:
-            draft_length = _UNLIMITED  # drafts may be what helps
+            draft_length = _UNLIMITED  # drafts may help to meet the target
         num_drafts = sum([min(len(each.drafts), draft_length) for each in running])
         chunk = self._chunk(target_s, num_rows, num_drafts)
         max_rows = self._seen_rows * 2
@@ -246,7 +247,7 @@ class SloController:
     def _stretched(self, running: Sequence[Request], now: float, target_s: float) -> float:
         """How long a step may take when a prompt would miss its TTFT target in short steps.
 
-        Running requests that were faster than their TPOT target have time to spare.
+        Running requests that have been faster than their TPOT target can afford a longer step.
         """
         if self.targets.ttft_s is None or self.targets.tpot_s is None:
             return target_s
@@ -317,7 +318,7 @@ def make_slo(times: SloTimes, limits: SchedulerLimits) -> NoSlo | SloController:
 def with_times(
     slo: NoSlo | SloController, times: SloTimes, limits: SchedulerLimits
 ) -> NoSlo | SloController:
-    """The controller with other targets: `slo` itself if it goes on, with all that it has learned."""
+    """The controller for other targets: `slo` itself with what it has learned, if both have a target."""
     if isinstance(slo, NoSlo) or times == SloTimes():
         return make_slo(times, limits)
     slo.set_times(times)

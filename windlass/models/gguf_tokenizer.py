@@ -129,7 +129,7 @@ def _merges(metadata: _Metadata, vocab: dict[str, int]) -> list[tuple[str, str]]
         left, _, right = text.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise CheckpointError(
-                f"{metadata.path}: merge {text!r} names a piece that is not among the tokens."
+                f"{metadata.path}: merge {text!r} uses or makes a token that is not in the vocabulary."
             )
         merges.append((left, right))
     return merges

@@ -88,7 +88,7 @@ def relaxed_header(request: Request, keywords: Sequence[str]) -> dict[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Text with escapes for all that a header cannot have."""
+    """Escape characters that an HTTP header cannot contain."""
     return "".join(char if " " <= char <= "~" else f"\\u{ord(char):04x}" for char in text)
 
 

@@ -190,7 +190,7 @@ class UsageStore:
         return usd if began == period_start(self.now(), budget.per) else 0.0
 
     def seconds_left(self, budget: Budget) -> float:
-        """Until the budget's next day or month."""
+        """Seconds until the budget's current day or month ends."""
         now = self.now()
         # 32 days after its first second, a month has ended.
         later = period_start(now, budget.per) + (24 if budget.per == "day" else 32 * 24) * _HOUR_S

@@ -1,8 +1,8 @@
 """Fills the caches of compiled kernels for a model and its options, without serving it.
 
-A CPU's kernels are the same for all models. On CUDA an engine is built, since the signatures of its
-kernels depend on the shapes of its weights and on measurements; all that it launches is in Triton's cache
-afterwards.
+A CPU's kernels are the same for all models. On CUDA an engine is built, because kernel signatures
+depend on weight shapes and on measurements. Afterwards, Triton's cache has all kernels that the
+engine has launched.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fill_caches(config: EngineConfig) -> list[Filled]:
         filled.append(_native("adapter loader", load(sources=SOURCES)))
     if on_cpu:
         if config.model.model != DEFAULT:
-            open_model(config)  # refuse one that does not exist
+            open_model(config)  # refuse a model that does not exist
         filled.append(_native("CPU kernels", load()))
     else:
         filled.append(_triton(config))
@@ -76,7 +76,7 @@ def _triton(config: EngineConfig) -> Filled:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the Triton kernels that are compiled meanwhile, and those that are found in the cache."""
+    """Count the Triton kernels that are compiled or found in the cache while the block runs."""
     import triton
 
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Bounds what speculation may lose while it finds out whether it is profitable, in plain steps.
+"""Bounds the loss of finding out whether speculation is profitable, in units of plain steps.
 
 The budget sums what steps with drafts gain or lose against plain steps, and every step adds a small
 allowance. It pays for trials and for the prompts that a draft model computes. So a proposer that is
@@ -11,7 +11,7 @@ from __future__ import annotations
 # Chosen with the simulations of tests/speculative/test_wrong_costs.py. With twice the allowance per
 # step, unprofitable drafts lose 0.3 % more, and profitable drafts gain no more: they pay for themselves.
 _PER_STEP = 0.0025
-_MAX_TRIALS = 4.0  # earlier gains pay for no more. 8: unprofitable drafts lose up to 2.6 %
+_MAX_TRIALS = 4.0  # limit of earlier gains. 8: unprofitable drafts lose up to 2.6 %
 # An unlucky streak delays the next trial by no more than this. Without a limit, a draft model that
 # becomes twice as fast is not used for 4,000 steps; with 0 some simulations lose 0.5 % more.
 _MIN_TRIALS = -2.0

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of speculation from the start: plain values that setup measures."""
+"""Facts about speculation for the scheduler: plain values, measured at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how many draft tokens of each request the next step verifies: as many as make the batch faster.
+"""Decides how many draft tokens of each request the next step verifies, for the highest throughput.
 
 Pure Python with no clock of its own. It gets tables of step and drafting costs, then the time of
 each step and the number of accepted draft tokens. It compares expected tokens per second with and
@@ -71,7 +71,7 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Record:
-    """Acceptance of one request's draft tokens. Counts decay, so the latest matter most."""
+    """Acceptance of one request's draft tokens. Counts decay, so recent steps matter most."""
 
     accepted: list[float] = field(default_factory=list)  # by position
     verified: list[float] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Governor:
         return self._max_drafts(num_rows) > 0
 
     def cap(self, max_draft_tokens: int | None) -> None:
-        """Allow at most so many draft tokens per row; 0: none; None: as at construction."""
+        """Set the max draft tokens per row; 0: no drafts; None: as at construction."""
         self._cap = MAX_SPEC_TOKENS if max_draft_tokens is None else max_draft_tokens
 
     def _max_drafts(self, num_rows: int) -> int:
@@ -321,7 +321,7 @@ class Governor:
         if sure:
             seconds = step.step_s + (step.draft_s or 0.0)
             self._budget.gain(step.num_sampled / rows - seconds / costs.plain_s(rows))
-        else:  # The machine may have changed its speed. A plain step will show.
+        else:  # The machine may have changed its speed, which a plain step will show.
             self._plain_at = min(self._plain_at, self._now - _PLAIN_EVERY)
 
     def observe_catch_up(
@@ -359,7 +359,7 @@ class Governor:
 
         `prelaunched`: a step that verifies all of them already runs.
         """
-        if prelaunched:  # verifying them costs nothing more
+        if prelaunched:  # the step already verifies all of them
             counts = [len(draft.tokens) for draft in drafts]
         else:
             counts = self._most_profitable(slots, drafts, prompt_tokens)

@@ -20,7 +20,7 @@ _NEARNESS = 2  # exponent: an observation counts less for other sizes. 0: -0.2 %
 # -7 % where steps stall.
 _OUTLIER = 1.5
 _MIN_DRAFT = 0.01  # of a plain step: no factor corrects a table entry of 0
-_ENOUGH = 4.0  # observations after which a disagreement with the table is no accident
+_ENOUGH = 4.0  # observations after which a disagreement with the table is significant
 
 
 @dataclass(slots=True)

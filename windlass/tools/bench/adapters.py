@@ -35,7 +35,7 @@ _CONCURRENCY = 64
 _REGISTERED = 200
 _FOLDERS = 4
 _TENANTS = 100
-_ROUNDS = 4  # requests of the last workload per concurrent request
+_ROUNDS = 4  # in the last workload, requests per concurrent request
 _NOTES = (
     f"Rank {RANK} on all seven projections of every layer. 128 tokens in, 256 out (last row: 16 to "
     "64 in, 8 to 256 out). decode: tok/s while all requests decode. output: tok/s of the last row, "

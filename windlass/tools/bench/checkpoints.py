@@ -40,7 +40,7 @@ class Format:
     quantize: QuantizeOptions | None = None
     calibration: Literal["text", "random"] = "text"
     plain: torch.dtype | None = None  # unquantised dtype of all weights
-    gguf: str | None = None  # type of the matrices, which is the name of the file
+    gguf: str | None = None  # GGUF type of the matrices; names the file
 
     @property
     def online(self) -> bool:

@@ -192,7 +192,7 @@ def _run(llm: LLM, workload: _Workload) -> _Run:
     llm.engine.reset_prefix_cache()
     before = llm.engine.stats()
     params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_TOKENS)
-    gc.collect()  # so that this run does not pay for the garbage of earlier ones
+    gc.collect()  # so that earlier runs' garbage is not collected in this run
     start = time.perf_counter()
     results: list[RequestOutput] = []
     for at in range(0, len(workload.prompts), workload.concurrency):

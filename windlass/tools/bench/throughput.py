@@ -93,7 +93,7 @@ MakeEngine = Callable[[EngineConfig, OpenModel], BenchEngine]
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a device can do at most, as measured, and what a model asks of it."""
+    """Measured peak rates of a device, and the work of a model per prompt token."""
 
     bandwidth: float  # bytes read per second
     int8_rate: float | None  # operations per second; None: unknown
@@ -244,8 +244,8 @@ def _limits(engine: BenchEngine, run: EngineRun, peaks: Peaks, *, is_only: bool)
 def _warm_up(requests: list[Request], device: str) -> list[Request]:
     """The same requests with few output tokens, so that kernels compile for their shapes.
 
-    A GPU's kernels also depend on the number of tokens, so it gets the whole prompts. A CPU would
-    take as long for them as for the run itself.
+    Kernels of a GPU also depend on the number of tokens, so the warm-up has the whole prompts. On a
+    CPU, whole prompts would take as long as the run itself.
     """
     max_prompt = None if device == "cuda" else _WARM_UP_PROMPT_ON_CPU
     return [

@@ -1,4 +1,4 @@
-"""Benchmark results with all that is needed to repeat them: command, commit, hardware, versions."""
+"""Benchmark results, with the command, commit, hardware and versions to repeat them."""
 
 from __future__ import annotations
 

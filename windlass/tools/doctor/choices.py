@@ -1,4 +1,4 @@
-"""What Windlass will use on a machine without further options, and why."""
+"""The choices of an engine with default options on this machine, with reasons."""
 
 from __future__ import annotations
 

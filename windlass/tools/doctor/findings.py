@@ -1,7 +1,7 @@
-"""What the machine has: plain values, without secrets, user names and host names.
+"""Facts about the machine: plain values, without secrets, user names and host names.
 
-A bug report contains them. So a path below the home folder starts with ~, a folder with the user's name is
-$USER, and of the owner of a file only "this user", "root" or "another user" is said.
+Users paste them into bug reports. Therefore paths below the home folder start with ~, the user's
+name in other paths becomes $USER, and file owners are "this user", "root" or "another user".
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of memory; None: the system has no such limit, or does not say."""
+    """Bytes of memory; None: no such limit, or unknown."""
 
     total: int
     free: int
@@ -92,7 +92,7 @@ class Gpu:
     """A GPU."""
 
     name: str
-    capability: tuple[int, int] | None  # None: the driver does not say
+    capability: tuple[int, int] | None  # None: the driver does not report it
     memory_bytes: int
 
 
@@ -114,7 +114,7 @@ class Driver:
     version: str | None = None
     cuda: tuple[int, int] | None = None  # newest CUDA version that it supports
     gpus: tuple[Gpu, ...] = ()
-    error: str | None = None  # why nvidia-smi does not answer
+    error: str | None = None  # the error of nvidia-smi
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,10 @@ class NativeKernels:
     compiler_problem: str | None
     simd: str | None  # instruction set of the library; None: there is none yet
     origin: str | None
-    problem: str | None = None  # why a library that exists is not used
+    problem: str | None = None  # the reason if an existing library is not used
     level: str | None = None  # best instruction set with own loops that this CPU can run
-    next_level: str | None = None  # the one above it
-    lacks: tuple[str, ...] = ()  # what this CPU would need for that
+    next_level: str | None = None  # the next better instruction set
+    lacks: tuple[str, ...] = ()  # CPU features that it needs and this CPU lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +158,17 @@ class Folder:
     exists: bool
     owner: str | None = None
     num_bytes: int = 0
-    is_partial: bool = False  # there are more files than were counted
+    is_partial: bool = False  # counting stopped early
     is_writable: bool = True
     free_bytes: int | None = None  # on its disk
-    weakness: str | None = None  # how another user could change or replace a file in it
+    weakness: str | None = (
+        None  # the way in which another user could change or replace a file in it
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that was found."""
+    """All facts about the machine."""
 
     system: System
     cpu: Cpu
@@ -406,7 +408,7 @@ def _packages() -> Packages:
 
 
 def _requirements(distribution: str) -> tuple[list[Requirement], list[str]]:
-    """What an installed distribution requires, and the names of its extras."""
+    """The requirements of an installed distribution, and the names of its extras."""
     from packaging.requirements import Requirement
 
     try:
@@ -418,7 +420,7 @@ def _requirements(distribution: str) -> tuple[list[Requirement], list[str]]:
 
 
 def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[Requirement]:
-    """The requirements, or those of an extra, that no installed version meets."""
+    """The requirements, of the distribution or of an extra, that no installed version meets."""
     from packaging.markers import default_environment
 
     environment = {**cast(dict[str, str], default_environment()), "extra": extra}
@@ -468,7 +470,7 @@ def _folder(name: str, path: Path, has_code: bool) -> Folder:
     free = shutil.disk_usage(above).free
     found = find_weakness(path) if has_code else None
     weakness = None if found is None else shown(f"{found[0]} {found[1]}")
-    if not os.path.isdir(path):  # nor in a folder that this user may not search
+    if not os.path.isdir(path):  # or lies in a folder that this user may not search
         return Folder(
             name=name,
             path=shown(path),
@@ -507,7 +509,7 @@ def _size(folder: Path) -> tuple[int, bool]:
     total, until = 0, time.monotonic() + _MAX_WALK_S
     for path, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # a file that went away
+            with contextlib.suppress(OSError):  # the file was deleted meanwhile
                 total += os.lstat(os.path.join(path, name)).st_size
         if time.monotonic() > until:
             return total, True

@@ -20,7 +20,7 @@ _ADAPTIVE_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp")  # their po
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: `stops` if Windlass will not run, else it is slower or may fail later."""
+    """A problem. `stops`: Windlass cannot run; otherwise it is slower or may fail later."""
 
     name: str
     level: Literal["stops", "slower", "risk"]

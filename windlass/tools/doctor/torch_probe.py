@@ -26,12 +26,12 @@ def probe() -> dict[str, Any]:
     try:
         extension = _extension() if driver_cuda is None else None
         return found | (_imported() if extension is None else _loaded(extension))
-    except Exception as error:  # whatever keeps torch from loading is what the user must know
+    except Exception as error:  # report any error that keeps torch from loading
         return found | {"error": f"{type(error).__name__}: {error}"}
 
 
 def _extension() -> Path | None:
-    """The library with which torch's import begins; None where torch is not laid out like its wheels for Linux."""
+    """The library that torch's import loads first; None if the files are not a Linux wheel's."""
     spec = find_spec("torch") if sys.platform == "linux" else None
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -52,7 +52,7 @@ def _loaded(extension: Path) -> dict[str, Any]:
 
 
 def _constants(file: Path) -> dict[str, Any]:
-    """The constants that a module assigns to names; it is not run."""
+    """The constants that a module assigns to names, read without running it."""
     found = {}
     for line in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):

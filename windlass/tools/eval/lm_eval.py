@@ -148,7 +148,7 @@ class WindlassLM(TemplateLM):
 
 
 def _likelihood(logits: torch.Tensor, targets: Sequence[int]) -> tuple[float, bool]:
-    if not targets:  # nothing follows the last position
+    if not targets:  # the last position has no next token
         return 0.0, True
     with torch.inference_mode():
         picked = torch.tensor(targets, device=logits.device)

@@ -107,7 +107,7 @@ def _windows(document: Document, tokens: list[int], card: ModelCard, cut: Cut) -
 
 def strided(tokens: Sequence[int], context: int, stride: int) -> Iterator[Window]:
     """Yield overlapping windows; each scores the tokens that earlier windows did not."""
-    scored = 1  # the first token has nothing before it
+    scored = 1  # the first token has no context
     for start in range(0, len(tokens), stride):
         part = tokens[start : start + context]
         first = max(0, scored - start - 1)

@@ -26,7 +26,7 @@ _NOTES = (
 )
 # The articles' AWQ row is shown with the int4 weights when there is no AWQ checkpoint.
 _AWQ_FALLBACK = {("int4", "alone"): ("awq", "alone")}
-# Ratios between these are within the noise of a short run.
+# Ratios between these limits are within the noise of a short run.
 _BETTER, _WORSE = 1.05, 0.95
 _FULL_BATCH = 4  # tokens per step from which draft tokens compete with other requests
 _SINGLE_ROW = 1.1

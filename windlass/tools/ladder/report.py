@@ -159,7 +159,7 @@ def _quality(rows: Sequence[Row]) -> Plot:
 
 
 def _articles(rows: Sequence[Row]) -> Plot:
-    """Both relative to the naive rung, since models and machines differ."""
+    """Compare with the articles, relative to the naive rung, since models and machines differ."""
     kept = [row for row in rows if row.get("article_req_s") is not None]
     naive = next((row for row in kept if row["rung"] == "naive"), None)
     if naive is None or not naive["sat_speedup"]:

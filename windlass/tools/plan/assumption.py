@@ -1,4 +1,4 @@
-"""What an estimate takes for granted."""
+"""The assumptions of an estimate."""
 
 from __future__ import annotations
 
