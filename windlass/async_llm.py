@@ -77,7 +77,12 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Answer one conversation, as `LLM.chat` does."""
-        options = ChatOptions(tools, tool_choice, parallel_tool_calls, chat_template_kwargs)
+        options = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         (chat,) = self._requests.chats([messages], [sampling], options)
         result = await self.generate(chat.prompt, chat.sampling, adapter)
         return result.with_messages(chat.parsing)

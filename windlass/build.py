@@ -273,14 +273,17 @@ def _finish(
 
         with log.phase("speed of prompts"):
             rank.tiers.prompt_token_s = measure_prompt_token_s(
-                made.runner, capacity, limits.max_num_batched_tokens, made.max_model_len
+                made.runner,
+                capacity,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=made.max_model_len,
             )
     scheduler = make_scheduler(
         rank.config,
         limits,
-        capacity,
-        made.max_model_len,
-        source.eos_ids,
+        capacity=capacity,
+        max_model_len=made.max_model_len,
+        eos_ids=source.eos_ids,
         why_not_batch_invariant=weights.why_not_batch_invariant,
         draft_limits=DraftLimits(
             lookahead=rank.speculation.lookahead,
@@ -309,7 +312,7 @@ def _finish(
     )
     tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
-    return Built(engine, report, weights, _closing_parts(engine, rank))
+    return Built(engine, report, weights=weights, close=_closing_parts(engine, rank))
 
 
 def _closing_parts(engine: Engine, rank: BuiltRank) -> Callable[[], None]:

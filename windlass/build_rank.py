@@ -136,9 +136,14 @@ def build_rank(
             config, source, weights, rank=0 if mesh is None else mesh.world.rank
         )
     with log.phase("KV cache"):
-        pooler = load_pooler(files, config.model, hparams, weights.parts.device)
+        pooler = load_pooler(files, config.model, hparams=hparams, device=weights.parts.device)
         made = make_runner(
-            config, hparams, weights, limits, beside=speculation.token_bytes, pooler=pooler
+            config,
+            hparams,
+            loaded=weights,
+            limits=limits,
+            beside=speculation.token_bytes,
+            pooler=pooler,
         )
         made = replace(made, drafter_kv=speculation.make_kv(made.capacity))
     if adapters is not None:
@@ -184,7 +189,9 @@ def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> Ada
     from windlass.runner.device import free_bytes
 
     free = free_bytes(weights.parts.device)
-    return open_adapters(config, source.hparams, weights.network, weights.gemm, free)
+    return open_adapters(
+        config, source.hparams, network=weights.network, gemm=weights.gemm, free=free
+    )
 
 
 def _open_speculation(
@@ -208,7 +215,7 @@ def resolve_speculation(config: EngineConfig, source: Source, device: str) -> En
         return config
     from windlass.speculative.registry import resolve_method
 
-    return resolve_method(config, source.files, source.hparams, device)
+    return resolve_method(config, source.files, hparams=source.hparams, device=device)
 
 
 def _grammars(config: EngineConfig, source: Source) -> GrammarCompiler:

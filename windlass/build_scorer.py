@@ -52,7 +52,7 @@ def build_scorer(
     cache = replace(config.cache, num_blocks=limits.num_blocks(layout))
     config = replace(config, cache=cache)
     steps = config.limits(choose_device(config.model).type)
-    made = make_runner(config, source.hparams, weights, steps, one_table=True)
+    made = make_runner(config, source.hparams, loaded=weights, limits=steps, one_table=True)
     scorer = Scorer(
         runner=made.runner,
         network=weights.network,

@@ -95,8 +95,8 @@ class LLM:
         groups = self._requests.groups(
             many,
             sampling_per_prompt(sampling, len(many)),
-            one_per_prompt("adapter", adapter, len(many)),
-            one_per_prompt("prediction", prediction, len(many)),
+            adapters=one_per_prompt("adapter", adapter, len(many)),
+            predictions=one_per_prompt("prediction", prediction, len(many)),
         )
         with progress_bar(len(groups), progress) as advance:
             for group, _ in self._drive(groups, whole=True):
@@ -122,7 +122,12 @@ class LLM:
         `tools` and the options after it are those of the chat API, for all conversations.
         """
         conversations = conversations_of(messages)
-        options = ChatOptions(tools, tool_choice, parallel_tool_calls, chat_template_kwargs)
+        options = ChatOptions(
+            tools,
+            tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         given = sampling_per_prompt(sampling, len(conversations))
         chats = self._requests.chats(conversations, given, options)
         results = self.generate(

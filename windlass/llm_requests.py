@@ -147,7 +147,7 @@ class LLMRequests:
     def group(
         self, prompt: Prompt, sampling: SamplingParams | None, adapter: str = ""
     ) -> RequestGroup:
-        return self.groups([prompt], [sampling], [adapter], [""])[0]
+        return self.groups([prompt], [sampling], adapters=[adapter], predictions=[""])[0]
 
     def chats(
         self,
@@ -243,7 +243,12 @@ class LLMRequests:
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, adapter: str
     ) -> list[BeamSearch]:
         many, sampling = as_list(prompts), params.sampling()
-        groups = self.groups(many, [sampling] * len(many), [adapter] * len(many), [""] * len(many))
+        groups = self.groups(
+            many,
+            [sampling] * len(many),
+            adapters=[adapter] * len(many),
+            predictions=[""] * len(many),
+        )
         eos_ids = self._card.tokenizer.eos_ids
         return [
             BeamSearch(group.requests[0], params, eos_ids=eos_ids, vocab_size=self._vocab_size)
@@ -272,7 +277,9 @@ class LLMRequests:
     ) -> PoolingBatch:
         fitted = [self.builder.fit_pooled(prompt) for prompt in prompts]
         name, options = f"pool-{next(self._ids)}", RequestOptions(adapter=adapter)
-        return PoolingBatch(self.builder.pooling_requests(name, fitted, params, options), fitted)
+        return PoolingBatch(
+            self.builder.pooling_requests(name, fitted, params=params, options=options), fitted
+        )
 
 
 def ranked(

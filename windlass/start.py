@@ -198,14 +198,18 @@ def serve(
     if config.parallel.role == "prefill":
         prefill, rings = open_prefill_port(config.parallel)
     slots = iter(cpu_slots([config, *(other for _, other in fallbacks if other is not None)]))
-    client, open_card = _served(config, files, serve_config, next(slots), rings)
+    client, open_card = _served(
+        config, files, serve_config=serve_config, cpus=next(slots), rings=rings
+    )
     started = StartConfig(engine=config, sources=sources or {})
     parts = []
     for step, other in fallbacks:
         if other is None:
             parts.append(FallbackParts(step))
         else:
-            served = _served(other, resolve(other.model), serve_config, next(slots))
+            served = _served(
+                other, resolve(other.model), serve_config=serve_config, cpus=next(slots)
+            )
             parts.append(FallbackParts(step, *served))
     return run_server(
         client,
@@ -241,7 +245,7 @@ def _served(
 
     def open_card() -> ModelCard:
         opened = open_files(files, config)
-        client.build_with(*build_replicas(config, opened.source, cpus, rings))
+        client.build_with(*build_replicas(config, opened.source, cpus=cpus, rings=rings))
         return opened.card
 
     return client, open_card

@@ -134,9 +134,9 @@ def test_rates_are_measured_on_blocks_that_stay(num_rows: int) -> None:
         ([1, 2, 1], [0, 1, 2], "blocks twice"),
         ([1, 2], [3, 3], "rows twice"),
         ([1, 2], [3], "2 blocks names 1 rows"),
-        ([NUM_BLOCKS], [0], f"there are {NUM_BLOCKS}"),
-        ([-1], [0], f"there are {NUM_BLOCKS}"),
-        ([1], [16], "there are 16"),
+        ([NUM_BLOCKS], [0], f"there are only {NUM_BLOCKS}"),
+        ([-1], [0], f"there are only {NUM_BLOCKS}"),
+        ([1], [16], "there are only 16"),
     ],
 )
 def test_bad_copies_are_refused(blocks: list[int], rows: list[int], message: str) -> None:

@@ -94,10 +94,12 @@ def eval(
             num_fewshot=num_fewshot,
             limit=limit,
         )
-        record = run_tasks(config, reference, task_options, progress)
+        record = run_tasks(config, reference, options=task_options, progress=progress)
         _finish(record, json if data is None else _tasks_path(json))
     if tasks is None or data is not None:
-        outcome = _score_text(config, reference, data or "wikitext2", cut, progress)
+        outcome = _score_text(
+            config, reference, data=data or "wikitext2", cut=cut, progress=progress
+        )
         _finish(outcome.record, json)
         if not outcome.complete:
             return _INTERRUPTED

@@ -105,7 +105,7 @@ class StepAccounting:
         self._rows.append(len(step.members))
         self._num_steps += 1
         if step.multi_token_rows or step.skipped:
-            self._add_uneven_rows(step, before, unit, seconds)
+            self._add_uneven_rows(step, before, unit=unit, seconds=seconds)
         if not step.num_prompt_tokens:
             self._plain_step_s += _RECENT * (seconds - self._plain_step_s)
         return unit

@@ -61,7 +61,7 @@ class KVAllocator:
         # Groups whose blocks are freed while the request runs.
         self._windowed = [i for i, group in enumerate(groups) if group.lookback is not None]
         self._inflight = InflightPrefixes(self._size)
-        self._misses = PrefixMisses(pool, self._size, caching, len(groups))
+        self._misses = PrefixMisses(pool, self._size, caching=caching, num_groups=len(groups))
         # Called with the key of each block of a prompt when it is sealed.
         self.on_prompt_block: Callable[[bytes], None] | None = None
 
@@ -124,7 +124,9 @@ class KVAllocator:
         """The number of blocks of the longest prefix that all groups have cached."""
         num_blocks, index, num_agreed = len(hashes), 0, 0
         while num_agreed < len(self._groups):
-            shorter = self._longest_in(index, hashes[:num_blocks], num_tokens, where)
+            shorter = self._longest_in(
+                index, hashes[:num_blocks], num_tokens=num_tokens, where=where
+            )
             num_agreed = num_agreed + 1 if shorter == num_blocks else 1
             num_blocks = shorter
             index = (index + 1) % len(self._groups)
@@ -195,7 +197,7 @@ class KVAllocator:
         start = min(num_cached * size, num_tokens - 1)
         count = limits.chunk(num_tokens - start, step.room_for(num_tokens - start))
         num_fresh = limits.blocks_for(start + count) - num_cached + copy_last
-        lacking = self.lacking(request, cached, count, alone)
+        lacking = self.lacking(request, cached, count=count, alone=alone)
         if count == 0 or lacking > 0:
             request.share.short_blocks = max(request.share.short_blocks, lacking)
             return -lacking if count else 0

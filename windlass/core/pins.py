@@ -79,7 +79,7 @@ class PinnedPrefixes:
         if on_device:
             # Blocks that are not cached yet; a window needs fewer.
             num_needed = num_full * sum(group.lookback is None for group in groups)
-            self._check_room(name, num_full * size, blocks, num_needed)
+            self._check_room(name, num_full * size, blocks=blocks, num_needed=num_needed)
         if cached.num_blocks < num_full:
             return PinnedPrefix(num_missing=(num_full - cached.num_blocks) * size)
         self._allocator.pool.share(blocks)

@@ -73,12 +73,12 @@ class SamplingParams:
         _whole("n", self.n, 1)
         if self.n > MAX_N:
             raise RequestError(f"n must be at most {MAX_N}, got {self.n}.", "n")
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _in_range("temperature", self.temperature, low=0.0, high=100.0)
+        _in_range("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _in_range("min_p", self.min_p, low=0.0, high=1.0)
+        _in_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
         _whole("top_k", self.top_k, -1)
         _whole("max_tokens", self.max_tokens, 0)
         _whole("min_tokens", self.min_tokens, 0)
@@ -92,7 +92,7 @@ class SamplingParams:
                 "min_tokens",
             )
         for token, bias in self.logit_bias.items():
-            _in_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _in_range(f"logit_bias[{token}]", bias, low=-100.0, high=100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all.",

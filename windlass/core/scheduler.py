@@ -115,7 +115,9 @@ class Scheduler:
         self.accounting = StepAccounting()
         self._allocator = KVAllocator(limits, pool, caching)
         self.tiers = (
-            NoTiers() if tiers is None else Tiers(tiers, self._allocator, limits, self._rates)
+            NoTiers()
+            if tiers is None
+            else Tiers(tiers, self._allocator, limits=limits, rates=self._rates)
         )
         self.pins = PinnedPrefixes(
             limits,
@@ -359,7 +361,7 @@ class Scheduler:
             self._plan_waiting(step, prompts, now)
         else:
             self._block_queue(BLOCKS, now)
-        self._plan_prompts(step, prompts, math.inf, now)
+        self._plan_prompts(step, prompts, counter=math.inf, now=now)
         num_tokens = step.close(budget)
         moves = self.tiers.moves()
         if moves is not None:
@@ -460,7 +462,7 @@ class Scheduler:
             if count > max_chunk and self._has_shorter(step, running[at + 1 :], count):
                 # The SLO controller divides this prompt; shorter ones must not wait for its end.
                 step.max_prompt = max(1, step.prompt_budget // 2)
-            self._plan_row(step, request, count, now)
+            self._plan_row(step, request, count=count, now=now)
             step.max_prompt = step.total
         return prompts
 
@@ -484,7 +486,9 @@ class Scheduler:
         end = request.planned + count
         if request.drafts or self._limits.lookahead:
             spare = step.budget - count
-            end = self._allocator.end_with_drafts(request, end, spare, len(self._running))
+            end = self._allocator.end_with_drafts(
+                request, end, spare=spare, num_running=len(self._running)
+            )
         if end > request.room:
             fresh = self._grow(request, end, now)
         if fresh is not None:
@@ -510,7 +514,7 @@ class Scheduler:
                 step.skip(request)
             else:
                 start = request.planned
-                self._plan_row(step, request, request.num_left, now)
+                self._plan_row(step, request, count=request.num_left, now=now)
                 if request.planned > start:
                     self._fair.charge_chunk(request, start)
         return len(prompts) < num_before
@@ -544,7 +548,9 @@ class Scheduler:
         while request is not None and openings > 0 and step.has_room and self._num_free_slots:
             if request.num_pending:  # preempted while its last sample is in flight
                 break
-            if prompts and self._plan_prompts(step, prompts, request.account.counter, now):
+            if prompts and self._plan_prompts(
+                step, prompts, counter=request.account.counter, now=now
+            ):
                 request = self._waiting.peek()
                 continue
             step.max_prompt = self._prompt_room(step, request)
@@ -583,7 +589,7 @@ class Scheduler:
             if request is None:  # all were passed over
                 blocker = self.accounting.passed[-1][1]
             else:
-                blocker = blocker_of(request, openings, self._num_free_slots, count)
+                blocker = blocker_of(request, openings, num_slots=self._num_free_slots, count=count)
                 is_full = self._num_free_slots and len(self._running) >= step.max_running
                 if is_full or (blocker == TOKENS and step.prompt_budget <= 0 < step.budget):
                     blocker = SLO

@@ -292,7 +292,7 @@ class Tiers(NoTiers):
         num_tokens = len(request.tokens)
         num_left = num_tokens - min(cached.num_blocks * self._limits.block_size, num_tokens - 1)
         count = self._limits.chunk(num_left, step.room_for(num_left))
-        if not count or self._allocator.lacking(request, cached, count, alone) > 0:
+        if not count or self._allocator.lacking(request, cached, count=count, alone=alone) > 0:
             return False  # nor can it start without them
         if not wait.num_loads:
             wait.decision = ""
@@ -309,7 +309,7 @@ class Tiers(NoTiers):
         size, stores = self._limits.block_size, self._stores
         longest = len(request.tokens) - 1
         for num_tiers in range(len(stores.names), 0, -1):
-            lookup = _Lookup(self._pool, self._loading, stores.find, num_tiers)
+            lookup = _Lookup(self._pool, self._loading, find_tier=stores.find, num_tiers=num_tiers)
             num_blocks, keys = self._allocator.find_keys(request, lookup)
             if num_blocks <= cached.num_blocks:
                 break
@@ -358,7 +358,7 @@ class Tiers(NoTiers):
                 wait.keys.add(key)
         for key, block in fresh.items():
             tier = self._tier(key)
-            loading[key] = _Loading(block, tier, load, wait)
+            loading[key] = _Loading(block, tier, load=load, wait=wait)
             self._num_loading[tier] += 1
             wait.keys.add(key)
         self._loads += fresh.items()

@@ -132,8 +132,12 @@ class Bank:
             columns = slice(first, first + len(layer.parts))
             scales = None if self._scales is None else self._scales[:, columns]
             sizes = tuple(layer.parts.values())
-            by_output = kernel.by_output(self._dtype, norm.weight.dtype, max_rank, sizes)
-            stacks = self._stacks(layer, self._ranks[:, columns], scales, by_output)
+            by_output = kernel.by_output(
+                self._dtype, norm.weight.dtype, max_rank=max_rank, sizes=sizes
+            )
+            stacks = self._stacks(
+                layer, self._ranks[:, columns], scales=scales, by_output=by_output
+            )
             layer.lora = Lora(stacks, kernel)
             self._layers.append(stacks)
             names = zip(_module_names(path, layer), layer.outputs.values(), strict=True)

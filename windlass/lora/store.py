@@ -228,7 +228,7 @@ class AdapterStore:
     ) -> tuple[Adapter, Version]:
         """Read an adapter in a reader thread. Every failure becomes an EngineError."""
         try:
-            found = AdapterFolder(folder, self._hparams, self._max_rank, opener)
+            found = AdapterFolder(folder, self._hparams, max_rank=self._max_rank, opener=opener)
             if known not in (None, found.version):
                 raise CheckpointError(
                     f"{folder}: changed since it was first read, and cached prefixes may depend on "

@@ -128,10 +128,10 @@ def connect(place: Place) -> Mesh:
         if len(members) == 1:
             return SingleRank()
         own = c10d.PrefixStore(name, store)
-        return GlooGroup(_gloo(place, own, members.index(rank), len(members)))
+        return GlooGroup(_gloo(place, own, rank=members.index(rank), size=len(members)))
 
     def connect_gpus(device: torch.device) -> GpuGroups:
-        return _connect_gpus(place, store, sharing, device)
+        return _connect_gpus(place, store, sharing=sharing, device=device)
 
     only_gloo = place.parallel.distributed_backend == "gloo"
     stage, column = divmod(rank, tp)
@@ -159,7 +159,7 @@ def _connect_gpus(
     if pp > 1:
         stages = NcclGroup(c10d.PrefixStore(f"nccl-pp-{column}", store), stage, pp)
     if tp > 1:
-        ranks = NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, tp, device)
+        ranks = NcclGroup(c10d.PrefixStore(f"nccl-{stage}", store), column, size=tp, device=device)
     why_not = None
     if place.parallel.distributed_backend == "nccl":
         why_not = "--distributed-backend nccl"

@@ -178,7 +178,7 @@ class RankProcesses(ABC):
             with receiver, end:
                 process = spawn.Process(
                     target=rank_main,
-                    args=self.session(prepare, receiver, end, index),
+                    args=self.session(prepare, receiver, end=end, index=index),
                     name=f"windlass-rank-{self._ranks[index]}",
                     daemon=True,
                 )
@@ -295,7 +295,7 @@ class Ranks(RankProcesses):
         self._replies = {rank: queue.SimpleQueue[Reply]() for rank in range(1, parallel.num_ranks)}
         self._far: list[socket.socket] = []
         super().__init__(parallel, prepare, range(1, parallel.ranks_per_node), "rank 0")
-        self.place = Place(0, parallel, self._store(), self._exchanges.get(0))
+        self.place = Place(0, parallel, store=self._store(), exchange=self._exchanges.get(0))
 
     def _expected(self) -> set[int]:
         return set(self._replies)

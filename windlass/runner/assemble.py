@@ -123,15 +123,17 @@ def make_runner(
     reserved = builder.measure() if parts.device.type == "cuda" else {}
     stage = stage_layout(layout, parts)
     record_bytes = stage.block_bytes + size * beside
-    copying = reserved_bytes(config.cache, record_bytes, parts.device, parts.mesh.world.size)
+    copying = reserved_bytes(
+        config.cache, record_bytes, device=parts.device, num_ranks=parts.mesh.world.size
+    )
     if copying:
         reserved["KV offload"] = copying
     capacity = size_cache(
         config.cache,
         stage,
-        parts.device,
-        limits.memory_share,
-        limits.max_num_seqs * layout.blocks_for(parts.max_positions, in_flight),
+        device=parts.device,
+        share=limits.memory_share,
+        wanted=limits.max_num_seqs * layout.blocks_for(parts.max_positions, in_flight),
         beside=size * beside,
         reserved=sum(reserved.values()),
     )
@@ -142,7 +144,7 @@ def make_runner(
     if num_blocks < capacity.num_blocks:
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
         capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
-    check_cache_fits(config.cache, capacity, parts.device, sum(reserved.values()))
+    check_cache_fits(config.cache, capacity, device=parts.device, reserved=sum(reserved.values()))
     runner, cache = builder.make(capacity.num_blocks, lazy=builder.captures_lazily())
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
@@ -235,8 +237,8 @@ class _RunnerBuilder:
         cache = cache or KVCache(
             stage_layout(kv_format.layout, parts),
             num_blocks + 2 * on_cuda,
-            kv_format.dtype,
-            parts.device,
+            dtype=kv_format.dtype,
+            device=parts.device,
         )
         max_blocks = -(-parts.max_positions // size)
         slots = SlotTables(

@@ -107,7 +107,7 @@ def choose_kv_format(
     """
 
     def layout_of(kind: torch.dtype) -> KVLayout:
-        return kv_layout(hparams, block_size, kind, mesh)
+        return kv_layout(hparams, block_size, dtype=kind, mesh=mesh)
 
     halved = native and dtype == torch.float32
     own = torch.float16 if halved else dtype

@@ -269,7 +269,7 @@ class DeviceSampler:
             for i, each in enumerate(inputs.requests):
                 state = self._special.get(each.slot)
                 if state is not None:
-                    rows.append(_SpecialRow(i, each.slot, each.position, state))
+                    rows.append(_SpecialRow(i, each.slot, position=each.position, state=state))
         samples = DeviceSamples(
             self, count=inputs.shape.num_sampled, tokens=tokens, logits=logits, special=rows
         )
@@ -309,7 +309,13 @@ class DeviceSampler:
         )
         at, slots, positions, of_mask = to_device(numbers, self.device)
         scores = self._kernels.change_logits(
-            logits, at, slots, of_mask, self._tables, self._penalties, masks
+            logits,
+            at,
+            slots=slots,
+            mask_rows=of_mask,
+            tables=self._tables,
+            penalties=self._penalties,
+            masks=masks,
         )
         if any(
             row.state.grammar and row.state.rules and row.state.rules.bias is not None
@@ -318,7 +324,13 @@ class DeviceSampler:
             # A grammar takes precedence over a bias that leaves none of its tokens.
             none = torch.zeros_like(self._tables)
             strict = self._kernels.change_logits(
-                logits, at, slots, of_mask, none, self._penalties, masks
+                logits,
+                at,
+                slots=slots,
+                mask_rows=of_mask,
+                tables=none,
+                penalties=self._penalties,
+                masks=masks,
             )
             scores = torch.where(scores.amax(-1, keepdim=True) > float("-inf"), scores, strict)
         tokens = self.draw(scores, slots, positions)
@@ -350,7 +362,7 @@ class DeviceSampler:
         tokens: list[int] = []
         scores: list[TokenLogprob] = []
         for at in range(request.num_positions):
-            row = _SpecialRow(at, request.slot, request.position + at, state)
+            row = _SpecialRow(at, request.slot, position=request.position + at, state=state)
             drawn = self.sample_special([row], logits)
             (token,) = drawn.tolist()
             tokens.append(token)

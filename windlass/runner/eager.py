@@ -186,7 +186,7 @@ class EagerExecutor(Executor):
     def launch(self, inputs: StepInputs) -> PendingStep:
         parts, shape = self._parts, inputs.shape
         parts.slots.send(inputs.grown)
-        ids, batch = step_batch(inputs, parts.slots, parts.cache.layers, self._metadata)
+        ids, batch = step_batch(inputs, parts.slots, kv=parts.cache.layers, metadata=self._metadata)
         if parts.sequence_parallel is not None and parts.sequence_parallel.splits(shape):
             batch = replace(batch, split=self._split(batch, parts.sequence_parallel.group))
         drafter = self._drafter if shape.draft_length else None
@@ -210,7 +210,13 @@ class EagerExecutor(Executor):
                 self._score_prompts(inputs, hidden, results)
             if drafter is not None:
                 found = _drafter_inputs(
-                    inputs, results, ids, batch, hidden, aux_hidden_states, self._metadata
+                    inputs,
+                    results,
+                    ids=ids,
+                    batch=batch,
+                    hidden=hidden,
+                    aux_hidden_states=aux_hidden_states,
+                    metadata=self._metadata,
                 )
                 results = _with_drafts(inputs, results, drafter.draft(found, shape.draft_length))
         pooled = None if vectors is None else vectors.wait()

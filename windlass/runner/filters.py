@@ -49,7 +49,7 @@ def apply_temperature(scores: Tensor, params: Tensor) -> Tensor:
     truncated = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
     if len(truncated):
         rows[truncated] = truncate(
-            rows[truncated], top_k[truncated], top_p[truncated], min_p[truncated]
+            rows[truncated], top_k[truncated], top_p=top_p[truncated], min_p=min_p[truncated]
         )
     return rows
 

@@ -126,7 +126,7 @@ def make_blueprint(
         w4a8=config.model.quantization == "w4a8",
         workers=workers,
     )
-    methods = choose_methods(config.model, hparams, checkpoint, linears)
+    methods = choose_methods(config.model, hparams, checkpoint=checkpoint, linears=linears)
     parts = Parts(
         dtype=dtype,
         device=device,
@@ -191,12 +191,12 @@ def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> KVForm
     return choose_kv_format(
         kv_cache_dtype,
         hparams,
-        block_size_of(config.cache.block_size, hparams),
-        parts.dtype,
-        parts.device,
-        triton,
-        native,
-        parts.mesh,
+        block_size=block_size_of(config.cache.block_size, hparams),
+        dtype=parts.dtype,
+        device=parts.device,
+        triton=triton,
+        native=native,
+        mesh=parts.mesh,
     )
 
 
@@ -225,7 +225,7 @@ def load_network(
             raise ConfigError(_does_not_fit(config, hparams, blueprint)) from error
     else:
         _check_same_weights(config.model, parts.device, weights)
-        share_weights(network, weights.network, blueprint.linears, parts.experts)
+        share_weights(network, weights.network, linears=blueprint.linears, experts=parts.experts)
     network.check()
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
@@ -305,7 +305,7 @@ def _does_not_fit(config: EngineConfig, hparams: HParams, blueprint: Blueprint) 
         kv_dtype=kv.dtype,
     )
     share = config.limits("cuda").memory_share
-    shape = smallest_fit(hparams, blueprint.parts, demand, int(memory * share))
+    shape = smallest_fit(hparams, blueprint.parts, demand=demand, memory=int(memory * share))
     if shape is None:
         return f"{text}, and not even {MAX_RANKS} such devices hold the model. Quantise it with -q."
     flags = f"--tensor-parallel-size {shape.tp} --pipeline-parallel-size {shape.pp}"

@@ -93,11 +93,11 @@ class Pooler:
             params.append(pooling)
             pooled.append(vector.float())
         if not rows:
-            return PendingVectors(rows, params, None, self._final)
+            return PendingVectors(rows, params, host_copy=None, final=self._final)
         x = torch.stack(pooled)
         for layer in self._layers:
             x = layer(x)
-        return PendingVectors(rows, params, _copy_to_host(x), self._final)
+        return PendingVectors(rows, params, host_copy=_copy_to_host(x), final=self._final)
 
 
 def _first_samples(inputs: StepInputs) -> dict[int, int]:
@@ -168,7 +168,7 @@ def load_pooler(
     """Read the layers behind the pooling."""
     head = hparams.pooling
     if head.tokens is not None:
-        weight = _token_difference(files, config, hparams, head.tokens)
+        weight = _token_difference(files, config, hparams=hparams, tokens=head.tokens)
         layers = [DenseLayer(weight.to(device), None, _ACTIVATIONS["none"])]
         return Pooler(layers, head.final)
     return Pooler([_read(spec, files, config, device) for spec in head.layers], head.final)

@@ -161,10 +161,10 @@ class Sampler:
             scores = filters.penalise(
                 scores,
                 state.counts,
-                state.seen,
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
+                seen=state.seen,
+                repetition=params.repetition_penalty,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
             )
         rules.mask_continuations(scores, state.tokens, state.num_prompt)
         if state.grammar is not None:
@@ -232,7 +232,7 @@ def score_rows(logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
     ranks = (logprobs > own).sum(dim=-1) + 1
     num_top = logits.shape[-1] if num_top < 0 else min(num_top, logits.shape[-1])
     top, ids = logprobs.topk(num_top, dim=-1)
-    return Scores(own[:, 0], ranks, top, ids)
+    return Scores(own[:, 0], ranks, top=top, top_ids=ids)
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -155,7 +155,17 @@ class Scorer:
                     )
                 )
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
-            rows.append(Row(name, slot, start, len(part), part, blocks, False))
+            rows.append(
+                Row(
+                    name,
+                    slot,
+                    start=start,
+                    num_tokens=len(part),
+                    tokens=part,
+                    blocks=blocks,
+                    sample=False,
+                )
+            )
         # Sample and discard one token, so that the step takes the same path as a served one.
         rows[-1] = rows[-1]._replace(sample=True)
         return StepPlan(rows, admitted, options=StepOptions(needs_all_hidden=True))

@@ -40,7 +40,7 @@ def sample_requests(rows: Sequence[Row]) -> list[SampleRequest]:
         if row.sample:
             count = row.num_tokens - row.num_drafts
             drafts = row.tokens[count:] if row.num_drafts else ()
-            requests.append(SampleRequest(i, row.slot, drafts, row.start + count))
+            requests.append(SampleRequest(i, row.slot, drafts=drafts, position=row.start + count))
     return requests
 
 

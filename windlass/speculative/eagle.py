@@ -111,10 +111,12 @@ class EagleLoader:
 
     def make_kv(self, capacity: Capacity) -> DrafterKV:
         layout = self._layout(capacity.block_size)
-        return make_drafter_kv(layout, capacity, self.loaded, f"eagle {self.digest}")
+        return make_drafter_kv(
+            layout, capacity, loaded=self.loaded, identity=f"eagle {self.digest}"
+        )
 
     def start(self, made: Assembled) -> Proposer:
-        return attach_drafter(made, self.head, self.loaded.network, self.layers)
+        return attach_drafter(made, self.head, network=self.loaded.network, layers=self.layers)
 
     def describe(self) -> str:
         vocabulary = self.head.d2t.shape[0]
@@ -129,7 +131,7 @@ def make_drafter_kv(
 ) -> DrafterKV:
     """A KV cache with the target's blocks, and one more for writes past the end of a request's."""
     dtype, device = loaded.parts.dtype, loaded.parts.device
-    return DrafterKV(KVCache(layout, capacity.num_blocks + 1, dtype, device), identity)
+    return DrafterKV(KVCache(layout, capacity.num_blocks + 1, dtype=dtype, device=device), identity)
 
 
 def attach_drafter(

@@ -115,7 +115,7 @@ def _open(config: EngineConfig, renamed: Mapping[str, str], ignored: Collection[
         raise CheckpointError(f"--spec-model: {error}") from error
     config_of = flatten_config(read_json(source), str(source))
     tensors = _RenamedCheckpoint(whole, renamed, ignored)
-    return HeadFiles(config_of, tensors, str(source), files)
+    return HeadFiles(config_of, tensors, source=str(source), files=files)
 
 
 def draft_vocab(files: HeadFiles, vocab_size: int) -> int | None:

@@ -68,17 +68,17 @@ class MTPLoader:
 
     def _layout(self, block_size: int) -> KVLayout:
         parts = self.loaded.parts
-        return mtp_kv_layout(self.hparams, block_size, parts.dtype, parts.mesh)
+        return mtp_kv_layout(self.hparams, block_size, dtype=parts.dtype, mesh=parts.mesh)
 
     def make_kv(self, capacity: Capacity) -> DrafterKV:
         layout = self._layout(capacity.block_size)
         return make_drafter_kv(
-            layout, capacity, self.loaded, "mtp"
+            layout, capacity, loaded=self.loaded, identity="mtp"
         )  # part of the model's own files
 
     def start(self, made: Assembled) -> Proposer:
         reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
-        return attach_drafter(made, self.layer, self.loaded.network, reads)
+        return attach_drafter(made, self.layer, network=self.loaded.network, layers=reads)
 
     def describe(self) -> str:
         head = "the model's" if self.layer.layer.shared_head.head is None else "its own"
@@ -114,7 +114,7 @@ def _parts(context: SpeculationContext, hparams: HParams, checkpoint: Checkpoint
         gemm=loaded.gemm,
         mesh=loaded.parts.mesh,
     ).parts
-    return replace(own, method_for=_method_for(own, loaded, hparams, checkpoint))
+    return replace(own, method_for=_method_for(own, loaded, hparams=hparams, checkpoint=checkpoint))
 
 
 def _method_for(

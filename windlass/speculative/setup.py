@@ -67,8 +67,8 @@ class SpeculationSetup:
         self._cache = open_measurement_cache(
             config,
             files,
-            hparams,
-            parts.device,
+            hparams=hparams,
+            device=parts.device,
             folder="speculation",
             backend=parts.ops.backend,
             proposer=cost_key(config, hparams),

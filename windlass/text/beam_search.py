@@ -185,7 +185,7 @@ class BeamSearch:
         rank, (token, logprob) = next(
             (rank, pair) for rank, pair in enumerate(top, 1) if pair[0] == candidate.token
         )
-        found = TokenLogprob(token, logprob, rank, top[: self._params.logprobs or 0])
+        found = TokenLogprob(token, logprob, rank=rank, top=top[: self._params.logprobs or 0])
         return Beam((*parent.tokens, token), (*parent.logprobs, found), candidate.cum_logprob)
 
     def _finish(self, beam: Beam) -> None:

@@ -62,7 +62,7 @@ def _native(what: str, native: Native) -> Filled:
             f"{what}: {native.reason}. Make the folder writable, or set WINDLASS_CACHE."
         )
     how = "compiled" if native.compile_s else "found"
-    return Filled(what, f"{how} ({native.simd})", native.compile_s, native.path)
+    return Filled(what, f"{how} ({native.simd})", seconds=native.compile_s, where=native.path)
 
 
 def _triton(config: EngineConfig) -> Filled:
@@ -71,7 +71,7 @@ def _triton(config: EngineConfig) -> Filled:
         build_engine(config, open_model(config).source).close()
         seconds = time.perf_counter() - start
     how = f"{counts['compiled']} compiled, {counts['found']} found"
-    return Filled("Triton kernels", how, seconds, triton_cache_dir())
+    return Filled("Triton kernels", how, seconds=seconds, where=triton_cache_dir())
 
 
 @contextmanager

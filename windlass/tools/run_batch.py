@@ -184,7 +184,10 @@ async def _run_all(
                 run_lines(
                     missing,
                     read=lambda chosen: read_lines(
-                        run.input_file, found.offsets, chosen, rules.max_line_bytes
+                        run.input_file,
+                        found.offsets,
+                        indices=chosen,
+                        max_line_bytes=rules.max_line_bytes,
                     ),
                     run=lambda line: dispatcher.run(line, NO_KEY),
                     save=save,

@@ -161,7 +161,9 @@ class DraftPlanner:
             if options.report_backlog:
                 self._read_rows(step, plan, result)
             if step.num_tokens == num_rows and self._governor.allows(num_rows) and seconds > 0.0:
-                self._governor.observe_step(_step_time(step, plan, num_rows, seconds))
+                self._governor.observe_step(
+                    _step_time(step, plan, num_sampled=num_rows, step_s=seconds)
+                )
             return
         num_sampled = self._read_rows(step, plan, result)
         self._is_prelaunched = result.prelaunched
@@ -174,7 +176,7 @@ class DraftPlanner:
             )
         elif seconds > 0.0 and all(row.num_tokens == 1 + row.num_drafts for row in plan.rows):
             draft_s = None if self._proposer.in_step else result.drafting_s
-            time = _step_time(step, plan, num_sampled, seconds)
+            time = _step_time(step, plan, num_sampled=num_sampled, step_s=seconds)
             self._governor.observe_step(replace(time, draft_s=draft_s))
 
     def _read_rows(self, step: Step, plan: StepPlan, result: StepResult) -> int:

@@ -56,12 +56,12 @@ def cuda_executors(
         lazy=lazy,
     )
     forward = decode_forward(parts, stage, metadata)
-    decode = DecodeGraphs(forward, stage, parts.slots, max_rows, lazy)
+    decode = DecodeGraphs(forward, stage, slots=parts.slots, max_rows=max_rows, lazy=lazy)
     if not max_draft_tokens or not stage.is_whole:
         return [decode, mixed, eager]
     assert stage.sampler is not None
     verify = VerifyGraphs(
-        VerifyForward(parts, stage.sampler, metadata, max_draft_tokens),
+        VerifyForward(parts, stage.sampler, metadata=metadata, max_draft_tokens=max_draft_tokens),
         stage.sampler,
         parts.slots,
         max_rows=max_rows,

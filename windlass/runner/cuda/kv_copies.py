@@ -191,7 +191,7 @@ def cuda_block_copies(
         from windlass.kernels.triton.block_copy import gather_blocks, scatter_blocks
 
         kernels = CopyKernels(gather_blocks, scatter_blocks)
-    return StreamedBlockCopies(layout, rows, streams, kernels)
+    return StreamedBlockCopies(layout, rows, streams=streams, kernels=kernels)
 
 
 class _CudaEvent:

@@ -124,7 +124,9 @@ class DeviceMetadata:
 
     def splits(self, num_rows: int, long_contexts: bool = False) -> int:
         most = self._max_long_splits if long_contexts else _MAX_SPLITS
-        return num_splits(num_rows, self.num_kv_heads, self._multiprocessors, most)
+        return num_splits(
+            num_rows, self.num_kv_heads, multiprocessors=self._multiprocessors, max_splits=most
+        )
 
     def singles(self, count: int, long_contexts: bool = False) -> AttentionWork:
         """Metadata of `count` rows of one token."""
@@ -164,7 +166,9 @@ class DeviceMetadata:
             tiles=to_device(np.array(tiles, dtype=np.int32).reshape(-1, 5), device),
             splits=self.splits(len(singles)),
             counters=self.counters,
-            long=None if batch_invariant else long_chunks(rows, spans, self.tile, device),
+            long=None
+            if batch_invariant
+            else long_chunks(rows, spans, tile=self.tile, device=device),
         )
 
     def decode_batch(self, positions: Tensor, slots: Tensor) -> StepBatch:

@@ -43,7 +43,9 @@ class GraphStage:
 
     def staged_inputs(self, size: int) -> StagedInputs:
         """Input buffers: one on the host for every plan that may be in flight."""
-        return StagedInputs(self.backend, size, self._device, max(2, self._pipeline.num_stages))
+        return StagedInputs(
+            self.backend, size, device=self._device, num_host=max(2, self._pipeline.num_stages)
+        )
 
     def inputs(self, ids: Tensor) -> Tensor:
         """The network's inputs: token ids, or a copy of the hidden states, which layers overwrite."""

@@ -223,7 +223,9 @@ class VerifyGraphs(Executor):
             draft_length = next(
                 (each for each in self._widths.draft_lengths if each >= shape.draft_length), 0
             )
-        return VerifyShape(size, width, draft_length, shape.batch_invariant)
+        return VerifyShape(
+            size, width, draft_length=draft_length, batch_invariant=shape.batch_invariant
+        )
 
     def launch(self, inputs: StepInputs) -> PendingStep:
         self._slots.send(inputs.grown)
@@ -234,7 +236,9 @@ class VerifyGraphs(Executor):
             )
         if ahead is not None:
             whole = all(row.num_drafts == ahead.num_drafts for row in inputs.rows)
-            pending = PendingVerification(inputs, ahead.launched, self.resample, whole)
+            pending = PendingVerification(
+                inputs, ahead.launched, resample=self.resample, whole=whole
+            )
         else:
             self._capture(shape)
             self._send(inputs, shape)
@@ -385,7 +389,7 @@ class VerifyForward:
                     batch=batch,
                     decode_batch=self._metadata.decode_batch,
                 )
-                self._stage_next(shape, rows, drafter, found, kept, back)
+                self._stage_next(shape, rows, drafter=drafter, found=found, kept=kept, back=back)
         return VerifyOutputs(logits, back)
 
     def _siblings_for(self, shape: VerifyShape) -> Tensor | None:
@@ -421,7 +425,14 @@ class VerifyForward:
         pages, slots = self._parts.cache.pages, self._parts.slots
         assert pages is not None
         assert self._siblings is not None
-        adopt(pages, inputs, chosen, slots.tables[0], self._siblings.shape[1] - 1, slots.spare)
+        adopt(
+            pages,
+            inputs,
+            chosen=chosen,
+            tables=slots.tables[0],
+            num_siblings=self._siblings.shape[1] - 1,
+            spare=slots.spare,
+        )
 
     def _stage_next(
         self,
@@ -444,4 +455,13 @@ class VerifyForward:
             return
         inputs, to = rows.of(shape.size, shape.width), rows.of(shape.size, after)
         slots = self._parts.slots
-        write_next(inputs, slots.last, kept, drafts, to, back, slots.num_slots, siblings)
+        write_next(
+            inputs,
+            slots.last,
+            kept=kept,
+            drafts=drafts,
+            to=to,
+            back=back,
+            padding=slots.num_slots,
+            siblings=siblings,
+        )

@@ -71,7 +71,9 @@ class QualityComparison:
                 f"a window of {max_len} tokens is more than the {opened.hparams.max_positions} "
                 f"positions of {opened.card.name}. Use a smaller --context."
             )
-        self._reference = build_scorer(reference, opened.source, self._limits, weights)
+        self._reference = build_scorer(
+            reference, opened.source, limits=self._limits, weights=weights
+        )
         self._cached: list[ScoredChunk] | None = None
 
     @property
@@ -87,7 +89,7 @@ class QualityComparison:
             raise ConfigError(
                 f"{opened.card.name} tokenizes the text differently from the reference."
             )
-        return build_scorer(config, opened.source, self._limits, weights)
+        return build_scorer(config, opened.source, limits=self._limits, weights=weights)
 
     def reference_quality(self) -> Quality:
         """The reference's own perplexity."""

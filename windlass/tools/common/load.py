@@ -64,8 +64,8 @@ def text_requests(
     logged.
     """
     if path is None:
-        return make_requests(name, sizes, writer, f"{seed} {draw}")
-    read = read_request_file(name, path, sizes, writer, str(seed))
+        return make_requests(name, sizes, writer=writer, seed=f"{seed} {draw}")
+    read = read_request_file(name, path, sizes=sizes, writer=writer, seed=str(seed))
     if not skip_bad_lines:
         raise_problems(path, read.problems)
     for problem in read.problems:
@@ -116,8 +116,8 @@ class Load:
             texts = text_requests(
                 self.name if self.trace is None else "timed_trace",
                 self.trace,
-                self.sizes,
-                writer_for(card),
+                sizes=self.sizes,
+                writer=writer_for(card),
                 seed=self.seed,
                 draw=draw,
                 skip_bad_lines=self.skip_bad_lines,

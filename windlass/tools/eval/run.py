@@ -55,7 +55,7 @@ def measure(
     configs = [config] if reference is None else [config, reference]
     opened = [open_model(each) for each in configs]
     windows = cut_corpus(corpus, opened[0].card, cut)
-    _check_tokens(windows, corpus, cut, opened)
+    _check_tokens(windows, corpus, cut=cut, opened=opened)
     limits = _limits(config, windows)
     for each, model in zip(configs, opened, strict=True):
         _check_context(limits.longest, each, model)
@@ -142,7 +142,9 @@ def _build(
     sides: list[_Side] = []
     for config, model in zip(configs, opened, strict=True):
         shared = [side.built.weights for side in sides if side.config.model == config.model]
-        built = build_scorer(config, model.source, limits, shared[0] if shared else None)
+        built = build_scorer(
+            config, model.source, limits=limits, weights=shared[0] if shared else None
+        )
         sides.append(_Side(config, model, built))
     return sides
 

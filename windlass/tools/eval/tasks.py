@@ -41,14 +41,14 @@ def run_tasks(
 ) -> Record:
     """Return a record with a row per task and metric."""
     manager = _manager(options)
-    rows = _evaluate(config, options, manager, progress)
+    rows = _evaluate(config, options, manager=manager, progress=progress)
     settings: dict[str, Any] = {
         "num_fewshot": options.num_fewshot,
         "limit": options.limit,
         "model": {"name": config.model.model, "options": changed(config)},
     }
     if reference is not None:
-        others = _evaluate(reference, options, manager, progress)
+        others = _evaluate(reference, options, manager=manager, progress=progress)
         rows = [
             row | {"reference": other["value"]} for row, other in zip(rows, others, strict=True)
         ]

@@ -153,7 +153,7 @@ def _remarks(rows: Sequence[Row], index: int, rungs: Mapping[str, Rung]) -> list
     below = row_below(rows, index)
     if "reason" in row or below is None:
         return []
-    texts = (remark(rungs[row["rung"]], row, below, load) for load in LOAD_NAMES)
+    texts = (remark(rungs[row["rung"]], row, below=below, load=load) for load in LOAD_NAMES)
     return [text for text in texts if text is not None]
 
 

@@ -30,7 +30,10 @@ def page(record: Record) -> str:
     """Render the page as HTML."""
     top = html_table("ladder", (_line(row) for row in record.rows))
     return html_page(
-        f"The ladder of {record.settings['name']}", top, all_plots(record.rows), _remarks(record)
+        f"The ladder of {record.settings['name']}",
+        top,
+        plots=all_plots(record.rows),
+        bottom=_remarks(record),
     )
 
 

@@ -144,7 +144,7 @@ class Ladder:
         ordered = [self._rows[it.key] for it in self.variants if it.key in self._rows]
         rungs = {rung.name: rung for rung in self._rungs}
         num_left = len(self.variants) - len(ordered)
-        return make_record(ordered, rungs, self._settings, num_left)
+        return make_record(ordered, rungs, settings=self._settings, num_left=num_left)
 
     def _row(self, bench: Bench, variant: Variant, bar: ProgressBar) -> Row:
         rung = variant.rung

@@ -102,7 +102,7 @@ class WorkloadMix:
         lists = []
         for name, share in shares:
             num = max(1, round(count * share / total))
-            lists.append(make_requests(name, self._sizes(name, num), writer, seed))
+            lists.append(make_requests(name, self._sizes(name, num), writer=writer, seed=seed))
         random = Random(f"lengths {seed}")
         low, high = self.output_len * (1 - _SPREAD), self.output_len * (1 + _SPREAD)
         return [

@@ -50,7 +50,7 @@ def page(records: Sequence[Record]) -> str:
     names = ", ".join(dict.fromkeys(label_of(record) for record in records))
     rows = ["".join(html_cells("serve", row)) for record in records for row in record.rows]
     top = f"{_warnings(records)}\n{html_table('serve', rows)}"
-    return html_page(f"Load on {names}", top, all_plots(records), _origins(records))
+    return html_page(f"Load on {names}", top, plots=all_plots(records), bottom=_origins(records))
 
 
 def _warnings(records: Sequence[Record]) -> str:
@@ -163,7 +163,9 @@ def _latency_over_load(records: Sequence[Record], title: str, metric: str) -> Pl
         for share, dash in ((50, "solid"), (99, "dot")):
             values = [curve[CURVE.index(share)] if curve else None for curve in curves]
             line = {"color": _COLOURS[index % len(_COLOURS)], "dash": dash}
-            data.append(_over_load(record, key, values, f"{label_of(record)} p{share}", line))
+            data.append(
+                _over_load(record, key, y=values, name=f"{label_of(record)} p{share}", line=line)
+            )
     return Plot(title, data, _layout(axis, "milliseconds"))
 
 
@@ -173,7 +175,7 @@ def _throughput_over_load(records: Sequence[Record]) -> Plot:
     for index, record in enumerate(records):
         values = [row["output_throughput"] for row in record.rows]
         line = {"color": _COLOURS[index % len(_COLOURS)]}
-        data.append(_over_load(record, key, values, label_of(record), line))
+        data.append(_over_load(record, key, y=values, name=label_of(record), line=line))
     return Plot("Output tokens per second over load", data, _layout(axis, "tok/s"))
 
 

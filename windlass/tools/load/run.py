@@ -168,7 +168,7 @@ class _ServeBench:
         while (point := self._next_point()) is not None:
             requests = self._text_requests(writer, len(self._rows), point)
             sent += requests
-            stopped = await self._run_point(server, options, point, requests)
+            stopped = await self._run_point(server, options, point=point, requests=requests)
             if stopped is not None:
                 return sent, stopped
             if self._search is not None:
@@ -202,8 +202,8 @@ class _ServeBench:
         requests = text_requests(
             load.name,
             load.path,
-            load.sizes,
-            writer,
+            sizes=load.sizes,
+            writer=writer,
             seed=self._config.seed,
             draw=index,
             skip_bad_lines=load.skip_bad_lines,
@@ -220,7 +220,9 @@ class _ServeBench:
         if self._config.num_warmups < 1:
             return
         sizes = Sizes(num_prompts=self._config.num_warmups, input_len=64, output_len=16)
-        requests = make_requests("random", sizes, writer, f"{self._config.seed} warm-up")
+        requests = make_requests(
+            "random", sizes, writer=writer, seed=f"{self._config.seed} warm-up"
+        )
         outcome = await LoadGenerator(requests, client.send).run(client.dead)
         error = next((timing.error for timing in outcome.timings if timing.error), None)
         if outcome.stopped == INTERRUPTED:

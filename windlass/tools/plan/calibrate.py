@@ -91,8 +91,18 @@ def calibrate(
     all_rows: dict[int, list[float]] = {}
     all_tokens: dict[int, list[float]] = {}
     for _ in range(_PASSES):
-        timer.add_pass(all_rows, _ROWS, limits.rows, lambda size: timer.rows(size, timer.short))
-        timer.add_pass(all_tokens, _TOKENS, timer.max_chunk, lambda size: timer.prompt(size, 0))
+        timer.add_pass(
+            all_rows,
+            _ROWS,
+            max_size=limits.rows,
+            seconds=lambda size: timer.rows(size, timer.short),
+        )
+        timer.add_pass(
+            all_tokens,
+            _TOKENS,
+            max_size=timer.max_chunk,
+            seconds=lambda size: timer.prompt(size, 0),
+        )
     rows = {size: min(times) for size, times in all_rows.items()}
     tokens = {size: min(times) for size, times in all_tokens.items()}
     one_kv, many_kv = timer.kv_seconds(1), timer.kv_seconds(min(_MANY, limits.rows))

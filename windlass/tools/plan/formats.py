@@ -192,7 +192,7 @@ def meta_parts(
     """Choose dtype and formats as the engine would; other kernels are the CPU's reference."""
     dtype, _ = choose_dtype(config, hparams, target.device)
     linears, device = _linears(config, target, dtype), torch.device("cpu")
-    methods = choose_methods(config, hparams, checkpoint, linears)
+    methods = choose_methods(config, hparams, checkpoint=checkpoint, linears=linears)
     parts = Parts(
         dtype=dtype,
         device=device,
@@ -250,7 +250,7 @@ class _Sizer:
         return counts.format_size(name, options, one.linears.dtype)
 
     def _meta_network(self, config: ModelConfig, hparams: HParams) -> _MetaNetwork:
-        made = meta_parts(config, hparams, self._checkpoint, self._target)
+        made = meta_parts(config, hparams, checkpoint=self._checkpoint, target=self._target)
         network = make_network(hparams, made.parts)
         outline(network)
         layers = [module for module in network.modules() if isinstance(module, Linear)]

@@ -195,8 +195,8 @@ class ScalingModel:
         made = meta_parts(
             config.model,
             self.hparams,
-            open_checkpoint(files, config.model),
-            Target(torch.device("cuda"), present=False),
+            checkpoint=open_checkpoint(files, config.model),
+            target=Target(torch.device("cuda"), present=False),
         )
         self._parts, self._format = made.parts, made.choice
         self._kv_dtype = kv_dtype(config.cache.kv_cache_dtype) or made.parts.dtype
@@ -264,7 +264,9 @@ class ScalingModel:
             network=self._networks[key],
             hparams=self.hparams,
             tp=shape.tp,
-            layout=rank_kv_layout(self.hparams, shape.tp, self._block_size, self._kv_dtype),
+            layout=rank_kv_layout(
+                self.hparams, shape.tp, block_size=self._block_size, dtype=self._kv_dtype
+            ),
             item_bytes=self._parts.dtype.itemsize,
             min_split_tokens=min_split_tokens,
         )
@@ -374,7 +376,7 @@ class ScalingModel:
             kv_dtype=self._kv_dtype,
             other_bytes=_RESERVE_BYTES + nearest.step_bytes,
         )
-        shape = smallest_fit(self.hparams, self._parts, demand, memory)
+        shape = smallest_fit(self.hparams, self._parts, demand=demand, memory=memory)
         enough = (
             f"not even {MAX_RANKS} of these GPUs hold it"
             if shape is None

@@ -188,7 +188,7 @@ def select_quantization(
         kv_dtype=kv_cache_dtype,
     )
     checkpoint = open_checkpoint(files, config.model)
-    sizes = size_formats(config.model, hparams, checkpoint, target, formats)
+    sizes = size_formats(config.model, hparams, checkpoint=checkpoint, target=target, names=formats)
     choose_threads(config.model)
     if bandwidth is not None:
         machine = given_machine(target.device, bandwidth)
@@ -344,9 +344,9 @@ class _Evaluator:
         kv_format = choose_kv_format(
             kv_dtype,
             hparams,
-            self.block_size,
-            weights.dtype,
-            device,
+            block_size=self.block_size,
+            dtype=weights.dtype,
+            device=device,
             triton=on_gpu,
             native=self._has_native_kernels(weights),
         )

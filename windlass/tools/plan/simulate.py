@@ -78,7 +78,7 @@ def simulate(
 ) -> EngineRun:
     """Replay the requests on a simulated engine. `overlap`: schedule during a step, as on CUDA."""
     clock = VirtualClock()
-    scheduler = make_scheduler(config, limits, capacity, max_model_len)
+    scheduler = make_scheduler(config, limits, capacity=capacity, max_model_len=max_model_len)
     runner = SimulatedRunner(costs, clock)
     engine = Engine(
         scheduler=scheduler,

@@ -76,7 +76,12 @@ class MeasuredSteps:
         max_blocks = limits.max_num_seqs * per_request
         reserved = reserved_bytes(config.cache, layout.block_bytes, device)
         return size_cache(
-            config.cache, layout, device, limits.memory_share, max_blocks, reserved=reserved
+            config.cache,
+            layout,
+            device=device,
+            share=limits.memory_share,
+            wanted=max_blocks,
+            reserved=reserved,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def get_step_costs(
     tokens = max(_MIN_TOKENS, limits.max_num_batched_tokens, rows)
     relevant = _relevant_config(config)
     cache = open_measurement_cache(
-        relevant, opened.files, opened.hparams, where.device, folder="steps"
+        relevant, opened.files, hparams=opened.hparams, device=where.device, folder="steps"
     )
     steps = _cached(cache, rows, tokens)
     if steps is None or path is not None:
@@ -223,10 +228,10 @@ def _measure(
         scheduler=replace(config.scheduler, max_num_seqs=rows, max_num_batched_tokens=tokens),
     )
     device = choose_device(config.model).type
-    made = make_runner(sized, hparams, weights, sized.limits(device), one_table=True)
+    made = make_runner(sized, hparams, loaded=weights, limits=sized.limits(device), one_table=True)
     found = calibrate(made.runner, limits, hparams.sliding_windows)
     if found.spread <= _MAX_SPREAD:
-        _save_factor(config, opened, weights, found.costs)
+        _save_factor(config, opened, weights=weights, costs=found.costs)
     seconds = time.perf_counter() - started
     return MeasuredSteps(
         costs=found.costs,

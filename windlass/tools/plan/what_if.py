@@ -98,7 +98,7 @@ class WhatIf:
         self.opened: OpenModel = open_model(config)
         for load in loads:
             load.requests(self.opened.card, lambda _: None)
-        self.steps = get_step_costs(config, self.opened, costs, log)
+        self.steps = get_step_costs(config, self.opened, path=costs, log=log)
         self.limits = config.limits(self.steps.device)
         self.capacity = self.steps.capacity(config, self.opened, self.limits)
         self._log = log
@@ -111,7 +111,11 @@ class WhatIf:
         requests = self.requests(load, draw)
         predict = partial(self._simulate, max_concurrency=load.max_concurrency)
         run = predict(requests)
-        fleets = devices_needed(predict, requests, slo, max_devices) if max_devices else []
+        fleets = (
+            devices_needed(predict, requests, slo=slo, max_devices=max_devices)
+            if max_devices
+            else []
+        )
         return Prediction(
             load=load.title,
             limits=self.limits,

@@ -31,9 +31,9 @@ class Experts(nn.Module):
             first = {f"{i}.{part}": Shard(inner) for part in ("gate_proj", "up_proj")}
             if moe.activation.interleaved:
                 first = {f"{i}.gate_up_proj": Shard(2 * inner)}
-            gate_up = Linear(first, Shard(hidden), method, SingleRank(), bias)
+            gate_up = Linear(first, Shard(hidden), method=method, group=SingleRank(), bias=bias)
             second = {f"{i}.down_proj": Shard(hidden)}
-            down = Linear(second, Shard(inner), method, SingleRank(), bias)
+            down = Linear(second, Shard(inner), method=method, group=SingleRank(), bias=bias)
             self.add_module(f"gate_up_{i}", gate_up)
             self.add_module(f"down_{i}", down)
 

@@ -275,7 +275,9 @@ class Layer:
             block_size=_BLOCK_SIZE,
             dtype=torch.float32,
         )
-        pages = KVCache(layout, max_blocks * len(lengths), torch.float32, device).layers[0]
+        pages = KVCache(
+            layout, max_blocks * len(lengths), dtype=torch.float32, device=device
+        ).layers[0]
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
         tables = torch.arange(max_blocks * len(lengths), device=device)

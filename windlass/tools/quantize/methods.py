@@ -54,7 +54,7 @@ def quantise(layer: Layer, inputs: Mapping[str, InputStats] | None, recipe: Reci
             if whole is not None:
                 quantised: QuantisedWeight = whole.rows(first, num_out)
             else:
-                quantised = _quantise_part(part, own, stats.get(path), recipe)
+                quantised = _quantise_part(part, own, inputs=stats.get(path), recipe=recipe)
             name = f"{parent}.{part}"
             dense = quantised.dequantise()
             made.weights[name] = quantised
@@ -87,7 +87,9 @@ def _fold(
             continue
         weight, stats = fold.linear.get_parameter("weight"), inputs[fold.name]
         if recipe.method == "awq":
-            found = search_scale(weight, stats, recipe.grid(fold.linear.num_in), fold.sources)
+            found = search_scale(
+                weight, stats, grid=recipe.grid(fold.linear.num_in), sources=fold.sources
+            )
             scale = found.scale
             strengths[fold.name] = {"strength": found.strength}
         elif fold.is_norm:
@@ -111,7 +113,7 @@ def _gptq(weight: Tensor, inputs: InputStats | None, recipe: Recipe) -> IntWeigh
     if recipe.method != "gptq" or inputs is None:
         return None
     grid = recipe.grid(weight.shape[1])
-    return gptq(weight, inputs.gram, grid, recipe.act_order, recipe.damping)
+    return gptq(weight, inputs.gram, grid=grid, act_order=recipe.act_order, damping=recipe.damping)
 
 
 def _quantise_part(

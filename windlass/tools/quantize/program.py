@@ -88,7 +88,7 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
     calibration = _calibration(job, load_card(files, job.model))
     for note in calibration.notes if calibration else ():
         log(f"calibration: {note}")
-    fingerprint = _fingerprint(job, source, recipe, calibration)
+    fingerprint = _fingerprint(job, source, recipe=recipe, calibration=calibration)
     with closing(PartialCheckpoint(job.output, fingerprint, source.hparams.num_layers)) as partial:
         if partial.num_done:
             log(f"resuming after {partial.num_done} layers in {partial.folder}")
@@ -100,7 +100,9 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
         report = _report(recipe, calibration, source, layers=partial.reports, seconds=seconds)
 
         def write_rest(folder: Path) -> None:
-            checkpoint_files.write_config(folder, source.config, recipe, source.hparams)
+            checkpoint_files.write_config(
+                folder, source.config, recipe=recipe, hparams=source.hparams
+            )
             checkpoint_files.write_text_files(folder, files, job.model.tokenizer)
             checkpoint_files.write_quality(folder, report)
 

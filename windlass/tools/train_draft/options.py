@@ -61,12 +61,12 @@ class TrainOptions:
                 "one per head, or remove --draft-vocab."
             )
         for name in ("heads", "blocks", "unroll"):
-            _check_between(name, getattr(self, name), 1, _MAX_DRAFT_TOKENS)
-        _check_between("context", self.context, _MIN_CONTEXT, 2**20)
-        _check_between("max_tokens", self.max_tokens, 4, self.context - 1)
-        _check_between("prompts", self.prompts, 2, _MAX_PROMPTS)
+            _check_between(name, getattr(self, name), low=1, high=_MAX_DRAFT_TOKENS)
+        _check_between("context", self.context, low=_MIN_CONTEXT, high=2**20)
+        _check_between("max_tokens", self.max_tokens, low=4, high=self.context - 1)
+        _check_between("prompts", self.prompts, low=2, high=_MAX_PROMPTS)
         for name in ("draft_vocab", "epochs", "max_steps", "batch_tokens", "save_every"):
-            _check_between(name, getattr(self, name), 1, None)
+            _check_between(name, getattr(self, name), low=1, high=None)
         if not 0 < self.lr <= 1:
             raise ConfigError(f"--lr must be above 0 and at most 1, got {self.lr:g}.")
         if self.time_limit is not None and self.time_limit <= 0:

@@ -269,7 +269,7 @@ class _TargetSession:
         options, hparams = self._job.options, self.opened.hparams
         tokens = options.batch_tokens_on(self._device)
         limits = ScoringLimits(options.context, tokens, min(_MAX_ROWS, tokens // 16))
-        built = build_scorer(self._config, self.opened.source, limits, self._weights)
+        built = build_scorer(self._config, self.opened.source, limits=limits, weights=self._weights)
         layers = aux_layers(hparams) if options.kind == "eagle" else ()
         return Target(built.scorer, hparams, layers)
 

@@ -88,7 +88,9 @@ class Trainer:
         self.progress = TrainingProgress()
         self._source: StatesSource = target
         self._captured: CapturedSteps | None = None  # on CUDA, with cached states
-        self._steps_per_epoch = sum(1 for _ in epoch(texts, self._batch_tokens, seed, 0))
+        self._steps_per_epoch = sum(
+            1 for _ in epoch(texts, self._batch_tokens, seed=seed, number=0)
+        )
         steps = self._steps_per_epoch * options.epochs
         self.total = min(steps, options.max_steps or steps)
 
@@ -107,7 +109,9 @@ class Trainer:
         progress.remembered, line = should_cache(memory, reused, progress.remembered)
         log(line)
         if progress.remembered:
-            self._source = cache_states(self._target, self._texts, self._batch_tokens, on_progress)
+            self._source = cache_states(
+                self._target, self._texts, batch_tokens=self._batch_tokens, on_progress=on_progress
+            )
             if self._target.device.type == "cuda":
                 self._captured = CapturedSteps(self._update, self._batch_tokens)
 
@@ -138,7 +142,7 @@ class Trainer:
         """The remaining steps."""
         done = self.progress.step
         for number in range(self._options.epochs):
-            steps = list(epoch(self._texts, self._batch_tokens, self._seed, number))
+            steps = list(epoch(self._texts, self._batch_tokens, seed=self._seed, number=number))
             yield from steps[min(done, len(steps)) :]
             done -= min(done, len(steps))
 
