@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from windlass.config import EngineConfig
 from windlass.core.moe import Routing
-from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
+from windlass.core.types import Row, SlotId, SlotInit, StepPlan
 from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.batch import KVCache, LayerKV, StepBatch
 from windlass.kernels.experts import ExpertKernels, ExpertWeights
@@ -304,31 +303,11 @@ def fill(cache: KVCache) -> None:
 def _plan(rows: Sequence[tuple[int, int]], per_row: Sequence[int]) -> StepPlan:
     made, admitted, used = [], [], 0
     for i, ((start, count), num_blocks) in enumerate(zip(rows, per_row, strict=True)):
-        blocks = tuple(BlockId(block) for block in range(used, used + num_blocks))
+        blocks = range(used, used + num_blocks)
         used += num_blocks
-        name, slot = str(i), SlotId(i)
-        admitted.append(
-            SlotInit(
-                request_id=name,
-                slot=slot,
-                tokens=[0] * (start + count),
-                num_prompt=start + count,
-                sampling=SamplingParams(temperature=0.0),
-                stop_ids=frozenset(),
-                seed=0,
-            )
-        )
-        made.append(
-            Row(
-                request_id=name,
-                slot=slot,
-                start=start,
-                num_tokens=count,
-                tokens=(0,) * count,
-                blocks=blocks,
-                sample=True,
-            )
-        )
+        slot, end = SlotId(i), start + count
+        admitted.append(SlotInit.greedy(slot, [0] * end, num_prompt=end))
+        made.append(Row.unowned(slot, (0,) * count, start=start, blocks=blocks))
     return StepPlan(made, admitted)
 
 

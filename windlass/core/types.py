@@ -7,6 +7,7 @@ tensor-parallel group, and another machine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Literal, NamedTuple, NewType
@@ -68,6 +69,19 @@ class SlotInit(NamedTuple):
     grammar: str = ""  # the checked grammar of structured outputs, in llguidance's format
     pooling: PoolingParams | None = None
 
+    @classmethod
+    def greedy(cls, slot: SlotId, tokens: list[int], num_prompt: int) -> SlotInit:
+        """A slot without a request, for steps that are measured or whose logits are read."""
+        return cls(
+            request_id="",
+            slot=slot,
+            tokens=tokens,
+            num_prompt=num_prompt,
+            sampling=SamplingParams(temperature=0.0),
+            stop_ids=frozenset(),
+            seed=0,
+        )
+
 
 class Row(NamedTuple):
     """One request's part of a step.
@@ -89,6 +103,21 @@ class Row(NamedTuple):
     sample: bool  # whether to sample from the last position's logits
     num_drafts: int = 0  # the last `num_drafts` of `tokens` are draft tokens to verify
     adapter: int = 0  # device slot of the LoRA adapter; 0: none
+
+    @classmethod
+    def unowned(
+        cls, slot: SlotId, tokens: tuple[int, ...], *, start: int = 0, blocks: Iterable[int] = ()
+    ) -> Row:
+        """A row without a request, which samples: for measurements and warm-up."""
+        return cls(
+            request_id="",
+            slot=slot,
+            start=start,
+            num_tokens=len(tokens),
+            tokens=tokens,
+            blocks=tuple(map(BlockId, blocks)),
+            sample=True,
+        )
 
 
 # Read for hundreds of rows in every step.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from windlass.core.card import Capacity
-from windlass.core.sampling import SamplingParams
-from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
+from windlass.core.types import Row, SlotId, SlotInit, StepPlan
 from windlass.runner.runner import Runner
 
 _MAX_TOKENS = 2048
@@ -23,25 +22,8 @@ def measure_prompt_token_s(
     if count < 1:
         return 0.0
     slot, tokens = SlotId(0), [0] * count
-    blocks = range(-(-count // size) * num_groups)
-    row = Row(
-        request_id="",
-        slot=slot,
-        start=0,
-        num_tokens=count,
-        tokens=tuple(tokens),
-        blocks=tuple(map(BlockId, blocks)),
-        sample=True,
-    )
-    init = SlotInit(
-        request_id="",
-        slot=slot,
-        tokens=tokens,
-        num_prompt=count,
-        sampling=SamplingParams(temperature=0.0),
-        stop_ids=frozenset(),
-        seed=0,
-    )
+    row = Row.unowned(slot, tuple(tokens), blocks=range(-(-count // size) * num_groups))
+    init = SlotInit.greedy(slot, tokens, num_prompt=count)
     runner.run(StepPlan([row], [init], freed=[slot]))  # compiles, and touches the memory
     again, times = StepPlan([row._replace(blocks=())]), []
     for _ in range(_NUM_STEPS):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from windlass.core.kv_layout import KVLayout
-from windlass.core.sampling import SamplingParams
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepOptions, StepPlan
 from windlass.errors import EngineError
 from windlass.models.network import Network
@@ -134,38 +133,18 @@ class Scorer:
         """One step of all windows from position `start`. Slots and blocks are numbered in order."""
         rows, admitted, next_block = [], [], 0
         for i, window in enumerate(group):
-            slot, name = SlotId(i), str(i)
+            slot = SlotId(i)
             blocks: tuple[BlockId, ...] = ()
             if start == 0:
                 count = -(-len(window.tokens) // self._layout.block_size)
                 count *= len(self._layout.groups)
                 blocks = tuple(BlockId(next_block + j) for j in range(count))
                 next_block += count
-                params = SamplingParams(temperature=0.0)
                 known = list(window.tokens)
-                admitted.append(
-                    SlotInit(
-                        request_id=name,
-                        slot=slot,
-                        tokens=known,
-                        num_prompt=len(known),
-                        sampling=params,
-                        stop_ids=frozenset(),
-                        seed=0,
-                    )
-                )
+                admitted.append(SlotInit.greedy(slot, known, num_prompt=len(known)))
             part = tuple(window.tokens[start : start + self.limits.step_tokens])
-            rows.append(
-                Row(
-                    name,
-                    slot,
-                    start=start,
-                    num_tokens=len(part),
-                    tokens=part,
-                    blocks=blocks,
-                    sample=False,
-                )
-            )
+            row = Row.unowned(slot, part, start=start, blocks=blocks)
+            rows.append(row._replace(sample=False))
         # Sample and discard one token, so that the step takes the same path as a served one.
         rows[-1] = rows[-1]._replace(sample=True)
         return StepPlan(rows, admitted, options=StepOptions(needs_all_hidden=True))

@@ -53,12 +53,4 @@ def _divided(num_tokens: int, most: int) -> list[int]:
 
 
 def _row(slot: SlotId, start: int, num_tokens: int) -> Row:
-    return Row(
-        request_id="",
-        slot=slot,
-        start=start,
-        num_tokens=num_tokens,
-        tokens=(0,) * num_tokens,
-        blocks=(),
-        sample=True,
-    )
+    return Row.unowned(slot, (0,) * num_tokens, start=start)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.sampling import SamplingParams
 from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan
 from windlass.models.card import load_card
@@ -54,15 +53,7 @@ class _Answer:
 
     @property
     def init(self) -> SlotInit:
-        return SlotInit(
-            request_id="",
-            slot=self.slot,
-            tokens=self.tokens,
-            num_prompt=self.num_prompt,
-            sampling=SamplingParams(temperature=0.0),
-            stop_ids=frozenset(),
-            seed=0,
-        )
+        return SlotInit.greedy(self.slot, self.tokens, num_prompt=self.num_prompt)
 
 
 def candidate_layers(num_layers: int) -> list[int]:
@@ -153,15 +144,7 @@ def _answers(context: SpeculationContext, made: Assembled, max_rows: int) -> lis
 
 
 def _generate(runner: Submits, answer: _Answer) -> None:
-    row = Row(
-        request_id="",
-        slot=answer.slot,
-        start=0,
-        num_tokens=len(answer.tokens),
-        tokens=tuple(answer.tokens),
-        blocks=answer.blocks,
-        sample=True,
-    )
+    row = Row.unowned(answer.slot, tuple(answer.tokens), blocks=answer.blocks)
     plan = StepPlan([row], [answer.init], [answer.slot])
     for _ in range(_LENGTH):
         answer.tokens.extend(runner.submit(plan).wait().rows[0].tokens)
@@ -169,15 +152,7 @@ def _generate(runner: Submits, answer: _Answer) -> None:
 
 
 def _row(answer: _Answer, at: int) -> Row:
-    return Row(
-        request_id="",
-        slot=answer.slot,
-        start=at,
-        num_tokens=1,
-        tokens=(answer.tokens[at],),
-        blocks=(),
-        sample=True,
-    )
+    return Row.unowned(answer.slot, (answer.tokens[at],), start=at)
 
 
 def _agreement(runner: Submits, answers: Sequence[_Answer], max_rows: int) -> float:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from windlass.core.sampling import SamplingParams
 from windlass.core.speculation.costs import Costs, DraftCosts, StepCosts
 from windlass.core.types import (
-    BlockId,
     Draft,
     Row,
     RowResult,
@@ -339,35 +337,12 @@ def _verification(plan: StepPlan, drafts: Sequence[Draft]) -> StepPlan:
 
 def _plan(num_tokens: int, limits: MeasureLimits) -> StepPlan:
     """A verification of `num_tokens`, in rows of the maximum length."""
-    sampling = SamplingParams(temperature=0.0)
     rows, admitted = [], []
     for i, first in enumerate(range(0, num_tokens, limits.max_row_tokens)):
         count = min(limits.max_row_tokens, num_tokens - first)
-        slot, name = SlotId(i), str(i)
-        held = range(i * limits.row_blocks, (i + 1) * limits.row_blocks)
-        blocks = tuple(BlockId(block) for block in held if block < limits.num_blocks)
+        slot, end = SlotId(i), min((i + 1) * limits.row_blocks, limits.num_blocks)
+        row = Row.unowned(slot, (0,) * count, blocks=range(i * limits.row_blocks, end))
+        rows.append(row._replace(num_drafts=count - 1))
         # All tokens count as generated: prompt tokens may be computed by other kernels.
-        admitted.append(
-            SlotInit(
-                request_id=name,
-                slot=slot,
-                tokens=[0],
-                num_prompt=0,
-                sampling=sampling,
-                stop_ids=frozenset(),
-                seed=0,
-            )
-        )
-        rows.append(
-            Row(
-                request_id=name,
-                slot=slot,
-                start=0,
-                num_tokens=count,
-                tokens=(0,) * count,
-                blocks=blocks,
-                sample=True,
-                num_drafts=count - 1,
-            )
-        )
+        admitted.append(SlotInit.greedy(slot, [0], num_prompt=0))
     return StepPlan(rows, admitted, freed=[row.slot for row in rows])

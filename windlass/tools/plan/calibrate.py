@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from windlass.core.sampling import SamplingParams
 from windlass.core.speculation.costs import StepCosts
-from windlass.core.types import BlockId, Row, SlotId, SlotInit, StepPlan, StepResult
+from windlass.core.types import Row, SlotId, SlotInit, StepPlan, StepResult
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.plan.cost_model import CostModel
 
@@ -232,35 +231,16 @@ class _StepTimer:
         return median(times)
 
     def _plan(self, shapes: list[_RowShape]) -> StepPlan:
-        greedy, size = SamplingParams(temperature=0.0), self._limits.block_size
+        size = self._limits.block_size
         rows, admitted, used = [], [], 0
         for i, (start, count, sample) in enumerate(shapes):
             needed = _blocks(start + count, size)
-            blocks = tuple(BlockId(block) for block in range(used, used + needed))
+            blocks = range(used, used + needed)
             used += needed
-            slot, name = SlotId(i), str(i)
+            slot = SlotId(i)
             known = [0] * (start + count)
             num_prompt = start if sample else len(known)
-            admitted.append(
-                SlotInit(
-                    request_id=name,
-                    slot=slot,
-                    tokens=known,
-                    num_prompt=num_prompt,
-                    sampling=greedy,
-                    stop_ids=frozenset(),
-                    seed=0,
-                )
-            )
-            rows.append(
-                Row(
-                    request_id=name,
-                    slot=slot,
-                    start=start,
-                    num_tokens=count,
-                    tokens=(0,) * count,
-                    blocks=blocks,
-                    sample=sample,
-                )
-            )
+            admitted.append(SlotInit.greedy(slot, known, num_prompt=num_prompt))
+            row = Row.unowned(slot, (0,) * count, start=start, blocks=blocks)
+            rows.append(row._replace(sample=sample))
         return StepPlan(rows, admitted, freed=[row.slot for row in rows])
