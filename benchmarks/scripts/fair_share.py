@@ -13,13 +13,12 @@ import asyncio
 import random
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 from http_rate import serving
+from script_record import add_record_arguments, save_record
 
-from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
 
 CHAT, FLOOD = "sk-chat", "sk-flood"
@@ -105,8 +104,7 @@ def main() -> None:
     parser.add_argument("--flood-input-len", type=int, default=300)
     parser.add_argument("--flood-output-len", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--notes", default="")
-    parser.add_argument("-o", "--output", type=Path)
+    add_record_arguments(parser)
     args = parser.parse_args()
     alone, fair = serve(args, [], [False, True])
     (unfair,) = serve(args, ["--no-fair-share"], [True])
@@ -119,11 +117,7 @@ def main() -> None:
         ratio = round(row["ttft_p99_ms"] / alone["ttft_p99_ms"], 2)
         rows.append({"label": label, **row, "p99_ratio": ratio})
         print(rows[-1], flush=True)
-    if args.output is not None:
-        hidden = ("output", "notes")
-        settings = {name: value for name, value in vars(args).items() if name not in hidden}
-        record = Record(name="fair-share", settings=settings, rows=rows, notes=args.notes)
-        record.save(args.output)
+    save_record("fair-share", rows, args)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,6 +34,7 @@ import psutil
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from script_record import add_record_arguments, save_record
 
 from windlass.cluster import deploy
 from windlass.cluster.fleet import Fleet
@@ -42,7 +42,6 @@ from windlass.cluster.routing import Call, FleetRouting
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest
 from windlass.serve.routing import PrefixIndex
-from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
 
 # Processes of Ray by a part of their name; the engine is a child of its replica.
@@ -453,16 +452,11 @@ def main() -> None:
         help="of: replica, engine, ingress, controller, proxy",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--notes", default="")
-    parser.add_argument("-o", "--output", type=Path)
+    add_record_arguments(parser)
     args = parser.parse_args()
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     rows = _MEASUREMENTS[args.measurement](args)
-    if args.output is not None:
-        hidden = ("output", "notes", "measurement")
-        settings = {name: value for name, value in vars(args).items() if name not in hidden}
-        name = f"fleet-{args.measurement}"
-        Record(name=name, settings=settings, rows=rows, notes=args.notes).save(args.output)
+    save_record(f"fleet-{args.measurement}", rows, args, hidden=("measurement",))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.tools.common.record import Record
+from script_record import add_record_arguments, save_record
+
 from windlass.tools.common.summary import percentile
 
 READY_S = 400
@@ -244,7 +245,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=1024)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("-o", "--output", type=Path)
+    add_record_arguments(parser)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     model = " ".join(filter(None, (Path(args.model).name, args.quantization)))
@@ -258,11 +259,7 @@ def main() -> None:
             row = serve(args, workers, clients)
             rows.append({"model": model, **row, "of_offline": round(row["tok_s"] / rate, 3)})
             print(rows[-1], flush=True)
-    if args.output is not None:
-        import torch  # noqa: F401  # the record names its GPU
-
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        Record(name="http-rate", settings=settings, rows=rows).save(args.output)
+    save_record("http-rate", rows, args)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ import random
 import re
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 from http_rate import serving
+from script_record import add_record_arguments, save_record
 
-from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
 
 
@@ -100,8 +99,7 @@ def main() -> None:
     parser.add_argument("--flood-input-len", type=int, default=1500)
     parser.add_argument("--flood-output-len", type=int, default=4)
     parser.add_argument("--flags", default="", help="further flags of all servers")
-    parser.add_argument("--notes", default="")
-    parser.add_argument("-o", "--output", type=Path)
+    add_record_arguments(parser)
     args = parser.parse_args()
     two = ["--data-parallel-size", "2"]
     rows = []
@@ -112,11 +110,7 @@ def main() -> None:
     ):
         rows.append({"label": label, **serve(args, flags)})
         print(rows[-1], flush=True)
-    if args.output is not None:
-        hidden = ("output", "notes")
-        settings = {name: value for name, value in vars(args).items() if name not in hidden}
-        record = Record(name="prefill-decode", settings=settings, rows=rows, notes=args.notes)
-        record.save(args.output)
+    save_record("prefill-decode", rows, args)
 
 
 if __name__ == "__main__":

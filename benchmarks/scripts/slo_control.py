@@ -14,13 +14,12 @@ import random
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 from http_rate import serving
+from script_record import add_record_arguments, save_record
 
-from windlass.tools.common.record import Record
 from windlass.tools.common.summary import percentile
 
 
@@ -116,8 +115,7 @@ def main() -> None:
     parser.add_argument("--slo-tpot-ms", type=float, default=60.0)
     parser.add_argument("--slo-ttft-ms", type=float, default=3000.0)
     parser.add_argument("--num-threads", type=int, default=-1)
-    parser.add_argument("--notes", default="")
-    parser.add_argument("-o", "--output", type=Path)
+    add_record_arguments(parser)
     args = parser.parse_args()
     modes = {
         "off": [],
@@ -135,13 +133,7 @@ def main() -> None:
         rows += [row(name, "streams", streams, args), row(name, "long prompts", long, args)]
     for each in rows:
         print(each, flush=True)
-    if args.output is not None:
-        import torch  # noqa: F401  # the record names its GPU
-
-        settings = {
-            name: value for name, value in vars(args).items() if name not in ("output", "notes")
-        }
-        Record(name="slo-control", settings=settings, rows=rows, notes=args.notes).save(args.output)
+    save_record("slo-control", rows, args)
 
 
 if __name__ == "__main__":
