@@ -188,12 +188,17 @@ def greedy_tokens(
 
 
 def changed_logits(
-    logits: Tensor, rows: Tensor, slots: Tensor, of_mask: Tensor, tables: Tensor, *others: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask_rows: Tensor,
+    tables: Tensor,
+    penalties: Tensor,
+    masks: Tensor,
 ) -> Tensor:
-    """`change_logits` with torch; `others`: the penalties by slot, and the masks."""
-    penalties, masks = others
+    """`change_logits` with torch."""
     scores = logits[rows.long()].float()
-    for slot, mask, x in zip(slots, of_mask, scores, strict=True):
+    for slot, mask, x in zip(slots, mask_rows, scores, strict=True):
         bias, counts = tables[slot].tolist()
         if bias:
             x += at_address(bias, torch.float32)

@@ -16,11 +16,11 @@ from tests.models.comparison import check_logits, our_logits, save_tiny
 from tests.models.tiny import add_value
 from tests.quant.folders import loaded, logits
 from tests.runner.test_windows import make, transformers_tokens
+from tests.steps import generate
 from windlass import LLM, SamplingParams
 from windlass.build import Built
 from windlass.cli.model_report import examine
 from windlass.config import EngineConfig
-from windlass.core.types import NewRequest
 from windlass.errors import UnsupportedError
 from windlass.kernels.native.compiler import find_compilers
 from windlass.layers.linear import Linear
@@ -76,14 +76,7 @@ COUNT = 12
 def run(built: Built, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
     """The tokens of greedy requests."""
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, **sampling)
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for index, prompt in enumerate(prompts):
-        built.engine.add(NewRequest(str(index), prompt, params))
-    while built.engine.has_work:
-        for output in built.engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.tokens
-    return list(tokens.values())
+    return generate(built.engine, prompts, params)
 
 
 def save(name: str, folder: Path) -> torch.nn.Module:

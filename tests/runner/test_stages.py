@@ -13,11 +13,11 @@ from tests.parallel.stages import staged
 from tests.parallel.test_tensor_parallel import CONFIG, PROMPTS
 from tests.speculative import test_heads, test_mtp
 from tests.speculative.test_speculation import model_in, small, verify_all
+from tests.steps import generate
 from windlass.build import Built, build_engine, open_model
 from windlass.build_rank import Source
 from windlass.config import EngineConfig
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
 from windlass.models.card import load_hparams
 from windlass.models.source import resolve
 
@@ -34,14 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def run(built: Built, prompts: list[list[int]], adapter: str = "") -> list[list[int]]:
     """The tokens of greedy requests."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for index, prompt in enumerate(prompts):
-        built.engine.add(NewRequest(str(index), prompt, params, adapter=adapter))
-    while built.engine.has_work:
-        for output in built.engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.tokens
-    return list(tokens.values())
+    return generate(built.engine, prompts, params, adapter)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -11,12 +11,12 @@ import torch
 
 from tests.models.comparison import save_tiny
 from tests.models.test_networks import CASES as NETWORKS
+from tests.steps import generate
 from windlass.build import Built, build_engine
 from windlass.build_rank import Source
 from windlass.config import EngineConfig
 from windlass.core.kv_layout import KVLayout
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
 from windlass.models.card import load_hparams
 from windlass.models.source import resolve
 from windlass.runner import device
@@ -43,17 +43,9 @@ def make(folder: Path, **options: Any) -> Built:
 def run(built: Built, prompts: list[list[int]], **sampling: Any) -> tuple[list[list[int]], int]:
     """The tokens of greedy requests, and the most blocks that were used at once."""
     engine, params = built.engine, SamplingParams(temperature=0.0, max_tokens=40, **sampling)
-    tokens: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        engine.add(NewRequest(str(index), prompt, params))
-        tokens[str(index)] = []
-    used = []
+    used: list[int] = []
     engine.watch_plans(lambda _: used.append(engine.stats().num_used_blocks))
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.tokens
-    return list(tokens.values()), max(used)
+    return generate(engine, prompts, params), max(used)
 
 
 def transformers_tokens(model: torch.nn.Module, prompt: list[int], count: int = 40) -> list[int]:

@@ -21,11 +21,11 @@ from tests.models.test_networks import CASES as NETWORKS
 from tests.runner.test_memory_owners import assert_complete, held
 from tests.runner.test_windows import make as build
 from tests.speculative.test_speculation import verify_all
+from tests.steps import generate
 from windlass import SamplingParams
 from windlass.build import Built
 from windlass.config import EngineConfig
 from windlass.core.speculation import governor
-from windlass.core.types import NewRequest
 from windlass.errors import ConfigError
 from windlass.models.card import load_hparams
 from windlass.models.mtp import MTP
@@ -119,14 +119,7 @@ def make(folder: Path, **options: Any) -> Built:
 def tokens_of(
     built: Built, params: SamplingParams, prompts: list[list[int]] = PROMPTS
 ) -> list[list[int]]:
-    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-    for index, prompt in enumerate(prompts):
-        built.engine.add(NewRequest(str(index), prompt, params))
-    while built.engine.has_work:
-        for output in built.engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.tokens
-    return list(tokens.values())
+    return generate(built.engine, prompts, params)
 
 
 def recorded_logits(built: Built, monkeypatch: pytest.MonkeyPatch, prompt: list[int]) -> Any:

@@ -57,7 +57,6 @@ def _triton_kernels() -> SamplingKernels:
 
 def _is_special(sampling: SamplingParams) -> bool:
     """Whether rows with these params are sampled again behind the graph."""
-
     return sampling.changes_logits or sampling.logprobs is not None
 
 
