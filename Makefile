@@ -18,7 +18,7 @@ WHEELS := .venv-wheels
 OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-oldest test-compile test-clients test-cluster lint lint-deploy bench wheels sbom audit
+.PHONY: help serve test test-slow test-fast test-oldest test-compile test-clients test-cluster lint lint-deploy bench wheels sbom audit
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,8 +29,13 @@ serve: $(STAMP) ## Serve a model: make serve MODEL=org/name ARGS="--port 9000" (
 # Tests start hundreds of processes, which would all compile what none may write.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: $(STAMP) ## Run all tests: make test ARGS="tests/core -x" JOBS=4 (0: in one process)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP) ## Run the tests: make test ARGS="tests/core -x" JOBS=4 (0: in one process)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP) ## Run the others: several machines, kills, whole benchmarks
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
 # The tests for every save: scheduler, engine loop, sampling, formats, text, API shapes, project rules.
 # Models are tiny or fake, and nothing is downloaded.

@@ -11,6 +11,7 @@ import pytest
 from windlass.tools.common.record import read_record
 
 
+@pytest.mark.slow
 def test_on_a_cpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     sizes = ["--conversations", "5", "--length", "96", "--turns", "2", "--new-tokens", "8"]

@@ -18,6 +18,7 @@ from windlass.models.gguf_header import read_header
 from windlass.tools.common.report import COLUMNS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_gguf")
 def test_a_file_has_the_shape_and_can_be_served(tiny: Path, tmp_path: Path) -> None:
     made = tmp_path / "made.gguf"
@@ -94,6 +95,7 @@ def test_a_draft_model_has_the_first_layers_of_its_target(tiny: Path, tmp_path: 
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_gguf")
 def test_pairs_are_measured_and_tokens_compared(tiny: Path, tmp_path: Path) -> None:
     config = PairConfig(

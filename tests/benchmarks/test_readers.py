@@ -51,6 +51,7 @@ def test_others_read_the_same_weights(
     assert row["served_agreement"] > 0.97
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_compared(windlass: Windlass, tmp_path: Path) -> None:
     """Compare with the installed reader: transformers and compressed-tensors."""
     source, out = write_model(tmp_path / "tiny"), tmp_path / "out"

@@ -80,6 +80,7 @@ def test_unknown_modes_are_rejected(tmp_path: Path) -> None:
         choose_modes(DigestConfig(tmp_path, modes=("greddy",)))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_some_modes_are_run(tmp_path: Path) -> None:
     path = tmp_path / "record.json"

@@ -63,6 +63,7 @@ def jumping_build() -> tuple[Engine, EngineReport]:
     return build_engine(Options())
 
 
+@pytest.mark.slow
 def test_a_server_whose_clock_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", time.time)  # restored at the end
     jump()

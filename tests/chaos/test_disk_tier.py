@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.serve.conftest import wait_until
 from tests.serve.tiny_model import write_tiny_model
@@ -25,6 +26,7 @@ def choices(url: str, prompt: str) -> Any:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     flags = (str(write_tiny_model(tmp_path / "model")), *FLAGS.split())

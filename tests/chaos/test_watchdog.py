@@ -18,6 +18,7 @@ def is_ready(server: Server) -> bool:
     return server.http.get("/health/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_hung_engine_log_their_stacks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -205,6 +205,7 @@ def wait_until(condition: Callable[[], bool], hang_guard_s: float = 60.0) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_offline_api(model: Path, expected: list[str]) -> None:
     """AsyncLLM starts a process per replica, and further ranks of each; LLM refuses."""
     with pytest.raises(ConfigError, match=r"data_parallel_size is 2.*AsyncLLM"):

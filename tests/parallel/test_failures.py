@@ -126,6 +126,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)

@@ -60,6 +60,7 @@ def add_tokenizer(folder: Path) -> None:
     Tokenizer(WordLevel(words, "t0")).save(str(folder / "tokenizer.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("verify_all")
 @pytest.mark.parametrize("case", test_mtp.CASES)
 def test_mtp_layers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +88,7 @@ def test_mtp_layers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found[2] == found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["experts", "groups"])
 def test_recurrent_states(case: str, tmp_path: Path) -> None:
     """With chunked prompts, prefix hits and preempted requests, which go on from the state of a block."""
@@ -120,6 +122,7 @@ def test_every_rank_has_the_kv_records_of_its_slice(mesh: str, tmp_path: Path) -
     assert_equal(results(llm), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
 def test_a_restart_finds_the_kv_records_of_every_rank(
     mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,8 @@ import pytest
 from tests.parallel.test_failures import children, wait_until_gone
 from tests.parallel.test_tensor_parallel import PROMPTS, folder, make, tokens
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["folder"]
 
 OPTIONS = "--load-format dummy --device cpu --dtype float32 --num-blocks 64 --num-threads 1"

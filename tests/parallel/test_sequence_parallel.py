@@ -81,6 +81,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_families(name: str, splits: list[int], tmp_path: Path) -> None:
     folder = write(tmp_path, MODELS[name])
@@ -162,6 +163,7 @@ def test_adapters_and_prompt_logprobs(name: str, splits: list[int], tmp_path: Pa
     assert splits
 
 
+@pytest.mark.slow
 def test_heads_read_hidden_states_of_all_tokens(splits: list[int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(test_heads.CONFIG))
     head = test_heads.eagle(tmp_path / "head")

@@ -195,6 +195,7 @@ def test_adapters_and_http_workers(folder: Path, tmp_path: Path) -> None:
         assert split.metric("handovers_total", result="handed over") == 2
 
 
+@pytest.mark.slow
 def test_pipeline_stages(folder: Path, together: Server) -> None:
     """Each stage hands over the blocks of its layers."""
     apart = {"data_parallel_size": 2, "prefill_replicas": 1, "min_prefill_tokens": 32}

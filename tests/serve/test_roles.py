@@ -252,6 +252,7 @@ class Relay:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_server_is_replaced_by_this_one(
     folder: Path, secret_file: Path, together: Server
 ) -> None:
@@ -315,6 +316,7 @@ def test_a_slow_transfer_is_given_up(
     relay.listener.close()
 
 
+@pytest.mark.slow
 def test_adapters_and_ranks(folder: Path, secret_file: Path, tmp_path: Path) -> None:
     """Two ranks on each side; one adapter is the same on both hosts, and one has only its name in common."""
     port = free_port()

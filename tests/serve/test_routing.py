@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,6 +254,7 @@ def simulate(route: Route, num_replicas: int = 4) -> Result:
     )
 
 
+@pytest.mark.slow
 def test_the_router_beats_round_robin_and_least_outstanding() -> None:
     turns = itertools.count()
     round_robin = simulate(lambda _new, _simulation: next(turns) % 4)

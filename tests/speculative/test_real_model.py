@@ -68,6 +68,7 @@ def test_the_same_answers(llms: dict[str, LLM], spec: str) -> None:
     assert llms["none"].engine.stats().num_drafts == 0
 
 
+@pytest.mark.slow
 def test_verification_keeps_the_distribution_of_the_first_token(llms: dict[str, LLM]) -> None:
     """20,000 draws from the logits after a real prompt, among its 255 likeliest tokens."""
     size, draws, batch_size = 255, 20_000, 2000

@@ -71,6 +71,7 @@ def test_neon_operations_match_their_definitions(
     assert run_selftest(selftest) == "NEON dot product: all GEMMs agree\n"
 
 
+@pytest.mark.slow
 @_needs(_X86)
 @pytest.mark.parametrize(
     ("march", "source", "instructions"),

@@ -114,6 +114,7 @@ app()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_the_same(
     model: Path, prompts: Path, tmp_path: Path, train_draft: TrainDraft
 ) -> None:

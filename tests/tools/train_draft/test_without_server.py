@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tools.test_without_server import WITHOUT_SERVER
 from tests.tools.train_draft.conftest import MEDUSA, ONE_CORE
 
@@ -19,6 +21,7 @@ app(sys.argv[1:], standalone_mode=False)
 )
 
 
+@pytest.mark.slow
 def test_train_draft_runs_without_the_servers_modules(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
