@@ -22,7 +22,7 @@ from tests.kernels.compiled import Case, compiled, is_gluon, needs_fp8  # noqa: 
 from tests.kernels.expert_cases import EXPERTS  # noqa: E402
 from tests.kernels.gluon_cases import GLUON  # noqa: E402
 from tests.kernels.latent_cases import LATENT  # noqa: E402
-from tests.kernels.mamba_cases import MAMBA  # noqa: E402
+from tests.kernels.recurrent_cases import RECURRENT  # noqa: E402
 from windlass.kernels import triton as kernels  # noqa: E402
 from windlass.kernels.gpu import MEASURED, Gpu  # noqa: E402
 from windlass.kernels.triton import (  # noqa: E402
@@ -437,7 +437,7 @@ CASES = {
     **EXPERTS,
     **LATENT,
     **CHUNKS,
-    **MAMBA,
+    **RECURRENT,
     **GLUON,
     "inputs": (sample.decode_inputs_kernel, INPUTS, {"SIZE": 16}, {"num_warps": 1}),
 }
@@ -504,6 +504,8 @@ QUICK = (
     "gather",
     "causal conv of single tokens",
     "selective scan of single tokens",
+    "delta rule of single tokens",
+    "gated norm",
     "wide int4 GEMM of 32 rows",
     "int4 GEMM of many rows, split",
     "Hopper attention 128 of cached tokens",

@@ -195,7 +195,7 @@ REFUSED = {
         "does not go through transformers' attention functions",
     ),
     "mamba": ({}, r"keeps other state than keys and values.* nearest that runs is Granite 4 H"),
-    "qwen3_next": ({}, r"keeps other state than keys and values.* nearest that runs is Qwen 3"),
+    "olmo_hybrid": ({}, r"keeps other state than keys and values"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "types conv keep other state"),
     "bart": (
         {"is_encoder_decoder": False, "is_decoder": True, "decoder_layers": 2},

@@ -15,11 +15,11 @@ from torch import Tensor
 from tests.quant.packers import Packed
 from tests.steps import make_batch
 from windlass.config import EngineConfig
-from windlass.core.mla import LatentHeads
 from windlass.core.sampling import SamplingParams
 from windlass.core.types import Row, SlotInit, StepPlan
-from windlass.kernels.batch import KVCache, attention_layout, latent_layout
+from windlass.kernels.batch import KVCache
 from windlass.models.card import load_hparams, open_checkpoint
+from windlass.models.network import kv_layout
 from windlass.models.source import resolve
 from windlass.runner.load import Loaded, load_network
 from windlass.runner.slots import SlotTables
@@ -90,21 +90,13 @@ def loaded(model: Path, **options: Any) -> Loaded:
 def logits(made: Loaded, ids: list[int] = IDS) -> Tensor:
     """Logits of every position of one prompt."""
     network, parts = made.network, made.parts
-    heads, num_layers = network.model.layers[0].self_attn.heads, len(network.model.layers)
-    if isinstance(heads, LatentHeads):
-        layout = latent_layout(num_layers, dim=heads.dim, block_size=16, dtype=parts.dtype)
-    else:
-        layout = attention_layout(
-            [None] * num_layers,
-            num_kv_heads=heads.num_kv,
-            dim=heads.dim,
-            block_size=16,
-            dtype=parts.dtype,
-        )
-    cache = KVCache(layout, 16, parts.dtype, parts.device)
-    slots = SlotTables(1, 16, 16, parts.device)
+    hparams = load_hparams(resolve(made.config), made.config)
+    layout = kv_layout(hparams, 16, parts.dtype, parts.mesh)
+    num_groups = len(layout.groups)
+    cache = KVCache(layout, 16 * num_groups, parts.dtype, parts.device)
+    slots = SlotTables(1, 16, 16, parts.device, num_groups=num_groups)
     slot_init = SlotInit("r", 0, ids, len(ids), SamplingParams(), frozenset(), 0)
-    blocks = tuple(range(-(-len(ids) // 16)))
+    blocks = tuple(range(-(-len(ids) // 16) * num_groups))
     plan = StepPlan([Row("r", 0, 0, len(ids), tuple(ids), blocks, True)], [slot_init])
     tokens, batch = make_batch(plan, slots, cache.layers)
     with torch.inference_mode():

@@ -1,27 +1,16 @@
-"""Mamba-2: the causal convolution and the selective scan, and their state pages.
-
-A layer's state after a token is its recurrent state and the last inputs of its convolution, in float32.
-A row reads the state at its start from the block of the token before. It writes the state after its last
-token to the block of that token, and the state at the end of every block that it fills: a prefix hit and
-the next step start from there.
-
-    positions       0 ... 15 | 16 ... 31 | 32 ... 36     one row, blocks of 16
-    states written        ^            ^           ^
-"""
+"""Mamba-2: the selective scan. recurrent.py has the states and the convolution before it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from windlass.core.mamba import MambaHeads
-from windlass.kernels.batch import LayerState, Span, StepBatch
-
-_SCAN_CHUNK = 64  # tokens whose outputs are computed together
+from windlass.core.recurrent import RecurrentHeads
+from windlass.kernels.batch import LayerState, StepBatch
+from windlass.kernels.recurrent import decays, follow, per_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,55 +22,11 @@ class ScanWeights:
     dt_bias: Tensor
 
 
-def recurrent_pages(state: LayerState, heads: MambaHeads) -> Tensor:
-    """The recurrent states: [blocks, heads, dim, state_size]."""
-    shape = (heads.num_heads, heads.dim, heads.state_size)
-    return state.pages[:, : heads.num_recurrent].unflatten(1, shape)
-
-
-def conv_pages(state: LayerState, heads: MambaHeads) -> Tensor:
-    """The convolution's last inputs: [blocks, channels, conv_size - 1]."""
-    start = heads.num_recurrent
-    shape = (heads.channels, heads.conv_size - 1)
-    return state.pages[:, start : start + heads.num_conv].unflatten(1, shape)
-
-
-def causal_conv(
-    projected: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    heads: MambaHeads,
-    state: LayerState,
-    batch: StepBatch,
-) -> Tensor:
-    """silu(causal convolution) of the columns of `projected` after the gate: [tokens, channels].
-
-    `weight` is [channels, conv_size]. Writes the convolution's states.
-    """
-    pages, before = conv_pages(state, heads), heads.conv_size - 1
-    inputs = projected[:, heads.inner : heads.inner + heads.channels]
-    out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    for span in batch.spans:
-        table = _table(state, batch, span)
-        known = pages.new_zeros(heads.channels, before)
-        if span.start:
-            known = pages[table[(span.start - 1) // state.block_size]]
-        own = inputs[span.first : span.first + span.count].float()
-        line = torch.cat([known, own.T], dim=1)
-        mixed = functional.conv1d(
-            line[None], weight.float()[:, None], _float(bias), groups=heads.channels
-        )
-        out[span.first : span.first + span.count] = functional.silu(mixed[0].T).to(out.dtype)
-        for begin, end in _pieces(span, state.block_size):
-            pages[table[begin // state.block_size]] = line[:, end - span.start :][:, :before]
-    return out
-
-
 def selective_scan(
     projected: Tensor,
     mixed: Tensor,
     weights: ScanWeights,
-    heads: MambaHeads,
+    heads: RecurrentHeads,
     state: LayerState,
     batch: StepBatch,
 ) -> Tensor:
@@ -90,34 +35,18 @@ def selective_scan(
     Of `projected`, the first columns are the gate and the last are dt; `mixed` are the outputs of
     `causal_conv`: inputs of the heads, B, C.
     """
-    pages = recurrent_pages(state, heads)
     gate = projected[:, : heads.inner].float()
     dt = functional.softplus(projected[:, -heads.num_heads :].float() + weights.dt_bias)
     parts = [heads.inner, heads.group_features, heads.group_features]
-    x, b, c = mixed.float().split(parts, dim=-1)
+    x, *shared = mixed.float().split(parts, dim=-1)
     x = x.unflatten(1, (heads.num_heads, heads.dim))
-    shared = heads.num_heads // heads.num_groups
-    b, c = (
-        each.unflatten(1, (heads.num_groups, heads.state_size)).repeat_interleave(shared, 1)
-        for each in (b, c)
-    )
-    y = torch.empty_like(x)
-    # One token at a time, sums do not depend on how a prompt is cut into steps.
-    chunk = 1 if batch.batch_invariant else _SCAN_CHUNK
-    for span in batch.spans:
-        table = _table(state, batch, span)
-        current = torch.zeros_like(pages[0])
-        if span.start:
-            current = pages[table[(span.start - 1) // state.block_size]]
-        for begin, end in _pieces(span, state.block_size):
-            for at in range(begin, end, chunk):
-                first = span.first + at - span.start
-                rows = slice(first, first + min(chunk, end - at))
-                log_decay = dt[rows] * weights.decay
-                y[rows], current = _scan(
-                    x[rows] * dt[rows, :, None], b[rows], c[rows], log_decay, current
-                )
-            pages[table[begin // state.block_size]] = current
+    b, c = (per_head(each, heads) for each in shared)
+
+    def advance(tokens: slice, current: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, log_decay = x[tokens] * dt[tokens, :, None], dt[tokens] * weights.decay
+        return _scan(inputs, b[tokens], c[tokens], log_decay, current)
+
+    y = follow(torch.empty_like(x), advance, heads, state, batch)
     y = y + weights.skip[:, None] * x
     return (y.flatten(1) * functional.silu(gate)).to(projected.dtype)
 
@@ -131,31 +60,9 @@ def _scan(
     once, as attention whose weights decay with the distance.
     """
     total = log_decay.cumsum(0)  # [tokens, heads]
-    count = len(x)
-    square = torch.ones(count, count, dtype=torch.bool, device=x.device)
-    # From token s (second) to token t (first): summed, since differences of `total` would round badly.
-    steps = log_decay[:, None].expand(count, count, -1).masked_fill(square.triu()[..., None], 0.0)
-    decay = steps.cumsum(0).masked_fill(square.triu(1)[..., None], -torch.inf).exp()
-    scores = torch.einsum("thn,shn->tsh", c, b) * decay
+    scores = torch.einsum("thn,shn->tsh", c, b) * decays(log_decay)
     y = torch.einsum("tsh,shd->thd", scores, x)
     y = y + torch.einsum("thn,hdn->thd", c, state) * total.exp()[..., None]
     rest = (total[-1] - total).exp()
     added = torch.einsum("shd,shn->hdn", x * rest[..., None], b)
     return y, state * total[-1].exp()[:, None, None] + added
-
-
-def _table(state: LayerState, batch: StepBatch, span: Span) -> Tensor:
-    return batch.table_of(state)[batch.token_slots[span.first]]
-
-
-def _pieces(span: Span, block_size: int) -> Iterator[tuple[int, int]]:
-    """The positions [begin, end) of a row, block by block."""
-    begin, stop = span.start, span.context
-    while begin < stop:
-        end = min(stop, (begin // block_size + 1) * block_size)
-        yield begin, end
-        begin = end
-
-
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()

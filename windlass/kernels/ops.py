@@ -9,8 +9,10 @@ from torch import Tensor
 
 from windlass.core.card import Choice
 from windlass.core.mla import LatentHeads
+from windlass.kernels import delta as reference_delta
 from windlass.kernels import latent as reference_latent
 from windlass.kernels import mamba as reference_mamba
+from windlass.kernels import recurrent as reference_recurrent
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, StepBatch
@@ -24,7 +26,7 @@ from windlass.kernels.select import Need, Selection, select
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Each function has the contract of its namesake in reference.py, latent.py or mamba.py."""
+    """Each function has the contract of its namesake in reference.py, or in the file of its mixer."""
 
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]  # may update the residual in place
@@ -34,8 +36,9 @@ class Ops:
     latent_queries: Callable[..., Tensor] = reference_latent.latent_queries
     latent_attention: Callable[..., Tensor] = reference_latent.latent_attention
     latent_outputs: Callable[..., Tensor] = reference_latent.latent_outputs
-    causal_conv: Callable[..., Tensor] = reference_mamba.causal_conv
+    causal_conv: Callable[..., Tensor] = reference_recurrent.causal_conv
     selective_scan: Callable[..., Tensor] = reference_mamba.selective_scan
+    delta_rule: Callable[..., Tensor] = reference_delta.delta_rule
     embedding: Callable[..., Tensor] = reference.embedding
     gather: Callable[..., Tensor] = reference.gather
     qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
@@ -45,6 +48,7 @@ class Ops:
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     activate: Callable[..., Tensor] = reference.activate
     sigmoid_gate: Callable[..., Tensor] = reference.sigmoid_gate
+    split_gates: Callable[..., tuple[Tensor, Tensor]] = reference.split_gates
     sparse_mixer: Callable[..., Tensor] = reference.sparse_mixer
     soft_cap: Callable[..., Tensor] = reference.soft_cap
     fused_attention: Callable[..., Tensor] | None = None  # rope_write and attention in one call
@@ -141,19 +145,21 @@ _TORCH_ON_GPU = (
     "gelu_mul",
     "activate",
     "sigmoid_gate",
+    "split_gates",
     "sparse_mixer",
     "soft_cap",
 )
 _OPERATIONS = (*_TORCH_ON_GPU, "rms_norm", "add_rms_norm", "silu_mul")
 _ATTENTION = ("qk_norm", "rope_write", "attention")
-_MAMBA = ("causal_conv", "selective_scan")
+_RECURRENT = {"mamba": ("causal_conv", "selective_scan"), "delta": ("causal_conv", "delta_rule")}
 _LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 
 
 def choose_ops(need: Need) -> Ops:
     """Select a kernel for every operation."""
     mixers = _LATENT_ATTENTION if need.latent else _ATTENTION
-    operations = (*_OPERATIONS, *mixers, *(_MAMBA if need.mamba else ()))
+    recurrent = _RECURRENT[need.recurrence] if need.recurrent else ()
+    operations = (*_OPERATIONS, *mixers, *recurrent)
     chosen = {name: select(name, need) for name in operations}
     functions = {name: selection.function for name, selection in chosen.items()}
     has_native = any(selection.name == "native" for selection in chosen.values())

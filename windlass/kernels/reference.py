@@ -101,8 +101,18 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), for x [rows, width] and one gate per row [rows, 1]."""
+    """x * sigmoid(gate), for x [rows, width] and gates [rows, width], or [rows, 1]: one per row."""
     return x * torch.sigmoid(gate)
+
+
+def split_gates(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Take the gates out of q: (q, k and v together, gates [tokens, query heads * dim]).
+
+    In `qkv` every query head is followed by its gate.
+    """
+    queries, kv = qkv.tensor_split([2 * heads.num_q * heads.dim], dim=1)
+    q, gate = queries.unflatten(1, (heads.num_q, 2, heads.dim)).unbind(2)
+    return torch.cat([q.flatten(1), kv], dim=1), gate.flatten(1)
 
 
 def sparse_mixer(logits: Tensor, jitter: float) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
+from windlass.core.recurrent import Recurrence, RecurrentHeads
 from windlass.kernels.batch import Heads
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.native.ops import NativeOps
@@ -25,6 +25,7 @@ _MAX_NATIVE_DIM = 256
 _MAX_NATIVE_GROUP = 64
 _MAX_NATIVE_LATENT = 640
 _MAX_NATIVE_CONV = 8
+_MAX_NATIVE_KEY = 256
 _MIN_TRITON_STATE = 16
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
 _MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
@@ -40,7 +41,10 @@ class Need:
     soft_cap: float | None = None
     sinks: bool = False
     latent: LatentHeads | None = None  # set: attention is MLA, and `heads` have the latents' size
-    mamba: MambaHeads | None = None  # set: some layers are Mamba-2
+    recurrent: RecurrentHeads | None = (
+        None  # set: some layers are recurrent, of the kind `recurrence`
+    )
+    recurrence: Recurrence = "mamba"
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: same as dtype
     plain: bool = False  # use only reference implementations
     workers: Workers = field(default_factory=Workers)  # of native kernels
@@ -127,8 +131,8 @@ def _native_latent(need: Need) -> str | None:
     return _no_fp8(need) or _native(need)
 
 
-def _triton_mamba(need: Need) -> str | None:
-    heads = need.mamba
+def _triton_recurrent(need: Need) -> str | None:
+    heads = need.recurrent
     assert heads is not None
     for size in (heads.dim, heads.state_size):
         if size < _MIN_TRITON_STATE or size & (size - 1):
@@ -136,14 +140,22 @@ def _triton_mamba(need: Need) -> str | None:
     return _triton(need)
 
 
-def _native_mamba(need: Need) -> str | None:
-    heads = need.mamba
+def _native_recurrent(need: Need) -> str | None:
+    heads = need.recurrent
     assert heads is not None
     if heads.dim % 8 or heads.state_size % 8:
         return f"the sizes of {heads} are not multiples of 8"
     if heads.conv_size > _MAX_NATIVE_CONV:
         return f"the convolution covers {heads.conv_size} tokens, more than {_MAX_NATIVE_CONV}"
     return _native(need)
+
+
+def _native_delta(need: Need) -> str | None:
+    heads = need.recurrent
+    assert heads is not None
+    if heads.state_size > _MAX_NATIVE_KEY:
+        return f"keys have {heads.state_size} numbers, more than {_MAX_NATIVE_KEY}"
+    return _native_recurrent(need)
 
 
 def _no_fp8(need: Need) -> str | None:
@@ -175,7 +187,9 @@ def _fused_torch(need: Need) -> str | None:
 
 _TRITON = "windlass.kernels.triton"
 _LATENT = "windlass.kernels.latent"
+_RECURRENT = "windlass.kernels.recurrent"
 _MAMBA = "windlass.kernels.mamba"
+_DELTA = "windlass.kernels.delta"
 _REFERENCE = "windlass.kernels.reference"
 
 _CANDIDATES: dict[str, list[Candidate]] = {
@@ -202,6 +216,7 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     "gelu_mul": [Candidate("native", "gelu_mul", _native)],
     "activate": [Candidate("native", "activate", _native)],
     "sigmoid_gate": [Candidate("native", "sigmoid_gate", _native)],
+    "split_gates": [Candidate("native", "split_gates", _native)],
     "sparse_mixer": [Candidate("native", "sparse_mixer", _native)],
     "soft_cap": [Candidate("native", "soft_cap", _native)],
     "rope_write": [
@@ -214,14 +229,19 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("torch", "windlass.kernels.torch_attention:attention", _fused_torch),
     ],
     "causal_conv": [
-        Candidate("triton", f"{_TRITON}.mamba:causal_conv", _triton_mamba),
-        Candidate("native", "causal_conv", _native_mamba),
-        Candidate("plain", f"{_MAMBA}:causal_conv", _never),
+        Candidate("triton", f"{_TRITON}.recurrent:causal_conv", _triton_recurrent),
+        Candidate("native", "causal_conv", _native_recurrent),
+        Candidate("plain", f"{_RECURRENT}:causal_conv", _never),
     ],
     "selective_scan": [
-        Candidate("triton", f"{_TRITON}.mamba:selective_scan", _triton_mamba),
-        Candidate("native", "selective_scan", _native_mamba),
+        Candidate("triton", f"{_TRITON}.mamba:selective_scan", _triton_recurrent),
+        Candidate("native", "selective_scan", _native_recurrent),
         Candidate("plain", f"{_MAMBA}:selective_scan", _never),
+    ],
+    "delta_rule": [
+        Candidate("triton", f"{_TRITON}.delta:delta_rule", _triton_recurrent),
+        Candidate("native", "delta_rule", _native_delta),
+        Candidate("plain", f"{_DELTA}:delta_rule", _never),
     ],
     "latent_queries": [
         Candidate("triton", f"{_TRITON}.latent:latent_queries", _triton_latent),

@@ -56,6 +56,8 @@ class AttentionShape:
     norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
     float32_norms: bool = False  # the weights of q and k norms are kept in float32
     growth: ScoreGrowth | None = None
+    # q_proj has the gate of each query head behind the head: outputs are multiplied by its sigmoid.
+    gated: bool = False
 
 
 class AttentionLayer(nn.Module):
@@ -142,7 +144,8 @@ class Attention(AttentionLayer, ShardedRows):
         q = Shard.even(total.num_q * total.dim, group, unit=total.dim)
         kv = Shard.replicated(total.num_kv * total.dim, group, unit=total.dim)
         self.heads = Heads(q.count // total.dim, kv.count // total.dim, total.dim)
-        outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        queries = replace(q, whole=2 * q.whole, unit=2 * q.unit) if shape.gated else q
+        outputs = {"q_proj": queries, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = Linear(
             outputs=outputs,
             inputs=Shard(shape.input_size or shape.hidden_size),
@@ -175,7 +178,9 @@ class Attention(AttentionLayer, ShardedRows):
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
         """The heads' outputs of all tokens; writes their keys and values."""
         kv = batch.kv_of(self.index)
-        qkv = self.qkv_proj.raw(batch.all_tokens(x), batch.adapters)
+        qkv, gates = self.qkv_proj.raw(batch.all_tokens(x), batch.adapters), None
+        if self.shape.gated:
+            qkv, gates = self.ops.split_gates(_scaled(qkv), self.heads)
         if self.shape.qk_norm == "whole":
             qkv = self._normalise_whole(qkv)
         if self.shape.growth is not None:
@@ -186,7 +191,8 @@ class Attention(AttentionLayer, ShardedRows):
             interleaved=self.shape.interleaved,
             norms=self._norms,
         )
-        return self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
+        attended = self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
+        return attended if gates is None else self.ops.sigmoid_gate(attended, gates)
 
     @property
     def _norms(self) -> QKNorms | None:
@@ -202,17 +208,14 @@ class Attention(AttentionLayer, ShardedRows):
 
     def _scaled_queries(self, qkv: Outputs, factors: Tensor) -> Tensor:
         """Multiply the query heads of each token by its factor; rotations do not change lengths."""
-        if isinstance(qkv, UnscaledOutputs):
-            qkv = qkv.scaled()
-        q, kv = qkv.split(
+        q, kv = _scaled(qkv).split(
             [n * self.heads.dim for n in (self.heads.num_q, 2 * self.heads.num_kv)], -1
         )
         return torch.cat([q * factors[:, None].to(q.dtype), kv], dim=-1)
 
     def _normalise_whole(self, qkv: Outputs) -> Tensor:
         """Normalise q and k over the heads of all ranks; replicated kv heads count once."""
-        if isinstance(qkv, UnscaledOutputs):
-            qkv = qkv.scaled()
+        qkv = _scaled(qkv)
         assert self.q_norm is not None
         assert self.k_norm is not None
         weights, eps = (self.q_norm.weight, self.k_norm.weight), self.shape.norm_eps
@@ -228,6 +231,10 @@ class Attention(AttentionLayer, ShardedRows):
             for x, weight, mean in zip(parts, weights, means.split(1, dim=-1), strict=True)
         ]
         return torch.cat([*normed, v], dim=-1)
+
+
+def _scaled(y: Outputs) -> Tensor:
+    return y.scaled() if isinstance(y, UnscaledOutputs) else y
 
 
 def _head_norm(shape: AttentionShape, features: Shard, dtype: torch.dtype) -> HeadNorm:

@@ -61,8 +61,8 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(hparams.num_layers):
         is_moe = hparams.moe is not None and hparams.moe.layers[layer]
-        # A Mamba mixer's projections have no adapters: its input projection is stored fused.
-        mixer = {} if hparams.is_mamba(layer) else attention
+        # A recurrent mixer's projections have no adapters: the input projection is stored fused.
+        mixer = {} if hparams.is_recurrent(layer) else attention
         modules = mixer if is_moe else mixer | mlp
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
@@ -72,7 +72,8 @@ def _attention_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     hidden = hparams.hidden_size
     if hparams.mla is None:
         q, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
-        shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        queries = 2 * q if hparams.attention_gates else q
+        shapes = {"q_proj": (queries, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
         shapes["o_proj"] = (hidden, q)
     else:  # kv_b_proj is absorbed, so adapters cannot change it
         heads, rank = hparams.mla.heads, hparams.mla.q_rank

@@ -125,7 +125,7 @@ def open_checkpoint(
         return mapped(gguf, family.gguf.rules(hparams))
     stored = SafetensorsCheckpoint(files.weights, files.index)
     renamed = mapped(mapped(stored, _scale_rules(stored.names())), file_rules(stored.names()))
-    return mapped(renamed, family.rules(hparams))
+    return mapped(mapped(renamed, family.outer_rules(hparams)), family.rules(hparams))
 
 
 def _scale_rules(names: Collection[str]) -> list[Rule]:

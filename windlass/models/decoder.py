@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from windlass.core.kv_layout import KVLayout
 from windlass.core.moe import ExpertPlacement
+from windlass.core.recurrent import Recurrence
 from windlass.kernels.batch import (
     AdapterRows,
     Heads,
@@ -27,15 +28,17 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.token_split import TokenSplit
 from windlass.layers.attention import Attention, AttentionShape, ScoreGrowth
+from windlass.layers.delta import DeltaNet
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.expert_combine import ExpertSpread
 from windlass.layers.head import Head
 from windlass.layers.linear import Linear
-from windlass.layers.mamba import Mamba, MambaShape, rank_mamba_heads
+from windlass.layers.mamba import Mamba
 from windlass.layers.mla import MLA, MLAShape
 from windlass.layers.mlp import GatedMLP, PlainMLP
 from windlass.layers.moe import MoE, MoEShape
 from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, after
+from windlass.layers.recurrent import RecurrentShape, rank_recurrent_heads
 from windlass.layers.rotary import Rotary
 from windlass.models.hparams import HParams
 from windlass.models.network import Network, Parts, rank_heads
@@ -47,6 +50,11 @@ from windlass.quant.packed_method import PackedMethod
 
 # Modules of the first and of the last pipeline stage.
 _FIRST, _LAST = ("model.embed_tokens.", "model.embed_positions."), ("model.norm.", "lm_head.")
+# Recurrent mixers, with the names of their modules in checkpoints.
+_RECURRENT: dict[Recurrence, tuple[str, type[Mamba] | type[DeltaNet]]] = {
+    "mamba": ("mamba", Mamba),
+    "delta": ("linear_attn", DeltaNet),
+}
 
 
 class Block(nn.Module):
@@ -64,8 +72,11 @@ class Block(nn.Module):
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
         self.self_attn: Attention | MLA | None = None
         self.mamba: Mamba | None = None
-        if hparams.is_mamba(index):
-            self.mamba = _mamba(index, hparams, parts, index - first)
+        self.linear_attn: DeltaNet | None = None
+        if hparams.is_recurrent(index):
+            recurrent = _recurrent(index, hparams, parts, index - first)
+            self.mamba = recurrent if isinstance(recurrent, Mamba) else None
+            self.linear_attn = recurrent if isinstance(recurrent, DeltaNet) else None
         else:
             self.self_attn = _attention(index, hparams, parts, index - first)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
@@ -87,9 +98,9 @@ class Block(nn.Module):
                 _quantise_for(before_mlp, self.mlp.gate_up_proj)
 
     @property
-    def mixer(self) -> Attention | MLA | Mamba:
+    def mixer(self) -> Attention | MLA | Mamba | DeltaNet:
         """The sublayer that mixes tokens."""
-        mixer = self.self_attn or self.mamba
+        mixer = self.self_attn or self.mamba or self.linear_attn
         assert mixer is not None
         return mixer
 
@@ -284,19 +295,21 @@ def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Att
     )
 
 
-def _mamba(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Mamba:
-    assert hparams.mamba is not None
-    shape = MambaShape(
+def _recurrent(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Mamba | DeltaNet:
+    """The layer's recurrent mixer; `kv_index`: in the KV cache."""
+    assert hparams.recurrent is not None
+    name, kind = _RECURRENT[hparams.recurrent.kind]
+    shape = RecurrentShape(
         hidden_size=hparams.hidden_size,
-        heads=hparams.mamba.heads,
+        heads=hparams.recurrent.heads,
         norm_eps=hparams.norm_eps,
-        conv_bias=hparams.mamba.conv_bias,
-        proj_bias=hparams.mamba.proj_bias,
+        conv_bias=hparams.recurrent.conv_bias,
+        proj_bias=hparams.recurrent.proj_bias,
     )
-    return Mamba(
+    return kind(
         index=kv_index,
         shape=shape,
-        method_for=partial(parts.method_for, f"model.layers.{index}.mamba."),
+        method_for=partial(parts.method_for, f"model.layers.{index}.{name}."),
         ops=parts.ops,
         group=parts.mesh.tp,
         dtype=parts.dtype,
@@ -305,10 +318,10 @@ def _mamba(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Mamba:
 
 def _state_sizes(hparams: HParams, mesh: Mesh) -> dict[int, int]:
     """The numbers of this rank's part of the recurrent state, of each layer that has one."""
-    if hparams.mamba is None:
+    if hparams.recurrent is None:
         return {}
-    size = rank_mamba_heads(hparams.mamba.heads, mesh.tp).num_values
-    return {layer: size for layer in range(hparams.num_layers) if hparams.is_mamba(layer)}
+    size = rank_recurrent_heads(hparams.recurrent.heads, mesh.tp).num_values
+    return {layer: size for layer in range(hparams.num_layers) if hparams.is_recurrent(layer)}
 
 
 def _growth(rope: RopeConfig | None, max_positions: int) -> ScoreGrowth | None:
@@ -335,6 +348,7 @@ def _attention_shape(index: int, hparams: HParams, max_positions: int) -> Attent
         norm_kind=hparams.qk_norm_kind,
         float32_norms=hparams.norm.float32,
         growth=_growth(hparams.rope_of(index), max_positions),
+        gated=hparams.attention_gates,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _STD = 0.02
+_DECAYS = (".mamba.A", ".linear_attn.A")
 # A prime, so that no matrix width divides it and repeats the same row.
 _NUM_NOISE = 1_048_583
 
@@ -59,7 +60,7 @@ class DummyCheckpoint:
         copies = -(-(offset + count) // _NUM_NOISE)
         values = self._noise.repeat(copies)[offset : offset + count].reshape(part)
         values = values[(slice(None), *others)]
-        return -values.abs() if name.endswith(".mamba.A") else values  # states must not grow
+        return -values.abs() if name.endswith(_DECAYS) else values  # states must not grow
 
     @cached_property
     def _noise(self) -> torch.Tensor:

@@ -16,7 +16,8 @@ ROPE_FACTORS = {
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
 }
-_PER_LAYER = "attention.sliding_window_pattern"  # a family reads the values of all layers
+# Lists that are not one common value of all layers: the windows, which a family reads, and of M-RoPE.
+_LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
 _KV_HEADS = "attention.head_count_kv"
 
 
@@ -84,7 +85,7 @@ def _keys(header: GGUFHeader, architecture: str) -> Fields:
     prefix = architecture + "."
     values = {
         key.removeprefix(prefix): value
-        if key == prefix + _PER_LAYER
+        if key.removeprefix(prefix) in _LISTS
         else _common_value(key, value, header)
         for key, value in header.metadata.items()
         if key.startswith(prefix)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
 from windlass.core.moe import ExpertActivation, Routing
+from windlass.core.recurrent import Recurrence, RecurrentHeads
 from windlass.models.pooling_head import PoolingHead
 from windlass.models.rope_config import RopeConfig
 from windlass.models.transformers_model import TransformersModel
@@ -61,11 +61,12 @@ class MLAHParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MambaHParams:
-    """The Mamba-2 layers."""
+class RecurrentHParams:
+    """The recurrent layers."""
 
-    heads: MambaHeads
-    layers: tuple[bool, ...]  # whether a layer is Mamba-2; others have attention
+    kind: Recurrence
+    heads: RecurrentHeads
+    layers: tuple[bool, ...]  # whether a layer is recurrent; others have attention
     conv_bias: bool = True
     proj_bias: bool = False
 
@@ -102,6 +103,7 @@ class HParams:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
+    attention_gates: bool = False  # q_proj has a gate of each head's output behind the head
     learned_positions: int = 0  # rows of a table of position embeddings; 0: there is none
     embedding_scale: float = 1.0  # rounded to the activations' dtype
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
@@ -110,7 +112,7 @@ class HParams:
     moe: MoEHParams | None = None
     # If set, attention is MLA, and num_kv_heads and head_dim are those of the latents.
     mla: MLAHParams | None = None
-    mamba: MambaHParams | None = None
+    recurrent: RecurrentHParams | None = None
     num_mtp_layers: int = 0  # after the others, for drafting (models/mtp.py)
     dtype: str | None = None  # of the checkpoint: "bfloat16"
     bos_id: int | None = None
@@ -136,9 +138,9 @@ class HParams:
     def norm_eps(self) -> float:
         return self.norm.eps
 
-    def is_mamba(self, layer: int) -> bool:
-        """Whether a layer has a Mamba-2 mixer in place of attention."""
-        return self.mamba is not None and self.mamba.layers[layer]
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a recurrent mixer in place of attention."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer; None: it does not rotate."""

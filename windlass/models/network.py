@@ -27,7 +27,7 @@ from windlass.kernels.select import Need
 from windlass.kernels.storages import Held, held
 from windlass.layers.embedding import Embedding, PackedEmbedding
 from windlass.layers.linear import Linear
-from windlass.layers.mamba import rank_mamba_heads
+from windlass.layers.recurrent import rank_recurrent_heads
 from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams
 from windlass.models.stages import Stage
@@ -158,7 +158,7 @@ def kernel_need(
 ) -> Need:
     """What this rank's part of the network requires of its kernels."""
     mesh = mesh or Mesh()
-    heads = rank_heads(hparams, mesh)
+    heads, recurrent = rank_heads(hparams, mesh), hparams.recurrent
     latent = None if hparams.mla is None else replace(hparams.mla.heads, num_q=heads.num_q)
     return Need(
         device=device,
@@ -166,7 +166,8 @@ def kernel_need(
         heads=heads,
         soft_cap=hparams.attention_soft_cap,
         latent=latent,
-        mamba=None if hparams.mamba is None else rank_mamba_heads(hparams.mamba.heads, mesh.tp),
+        recurrent=None if recurrent is None else rank_recurrent_heads(recurrent.heads, mesh.tp),
+        recurrence="mamba" if recurrent is None else recurrent.kind,
         sinks=hparams.attention_sinks,
         kv_dtype=kv_dtype,
         plain=plain,
@@ -199,10 +200,10 @@ def block_size_of(requested: int | None, hparams: HParams) -> int:
 
     A block has the bytes of a layer's state at least, so attention layers would waste smaller blocks.
     """
-    if requested is not None or hparams.mamba is None:
+    if requested is not None or hparams.recurrent is None:
         return requested or DEFAULT_BLOCK_SIZE
     token_bytes = 2 * hparams.num_kv_heads * hparams.head_dim * _KV_BYTES
-    wanted = 4 * hparams.mamba.heads.num_values // token_bytes
+    wanted = 4 * hparams.recurrent.heads.num_values // token_bytes
     return max(DEFAULT_BLOCK_SIZE, 1 << (wanted - 1).bit_length())
 
 

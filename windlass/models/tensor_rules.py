@@ -58,8 +58,8 @@ class Rule:
 
     @property
     def only_rows(self) -> bool:
-        """Whether the part is one slice of the outputs, which formats of any kind allow."""
-        return self.rows is not None and self.rows.groups == 1 and not self._changes
+        """Whether the part is some of the outputs, which formats of any kind allow."""
+        return self.rows is not None and not self._changes
 
     @property
     def _changes(self) -> bool:
@@ -132,7 +132,11 @@ class MappedCheckpoint:
             return self._checkpoint.read(source.name, shape, region, raw=raw)
         if rule.rows is not None and rule.only_rows:
             stored = self._checkpoint.stored(source.name).shape
-            whole, inner = _within(rule.rows, stored, shape, region)
+            whole, axis = _fused(rule.rows, stored, shape)
+            if axis is not None and rule.rows.groups > 1:
+                tensor = self._checkpoint.read(source.name, whole, raw=raw)
+                return _of_groups(tensor, rule.rows, axis, source.name)[region]
+            inner = region if axis is None else _within(rule.rows, shape[axis], axis, region)
             return self._checkpoint.read(source.name, whole, inner, raw=raw)
         return self._transformed(source.name, rule, shape)[region]
 
@@ -281,13 +285,13 @@ def _targets(
             yield found.expand(rule.name), _Source(name, rule)
 
 
-def _within(
-    rows: Rows, stored: tuple[int, ...], shape: tuple[int, ...], region: Region
-) -> tuple[tuple[int, ...], Region]:
-    """The shape of the fused tensor, and the region of it that is `region` of the part.
+def _fused(
+    rows: Rows, stored: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], int | None]:
+    """The shape of the fused tensor whose part has `shape`, and the outputs' axis.
 
-    The outputs' axis is the one that is longer in the file. A quantised tensor may store several outputs
-    per entry, or have them on its second axis; one without that axis belongs to all parts.
+    It is the axis that is longer in the file. A quantised tensor may store several outputs per entry, or
+    have them on its second axis; a tensor without that axis belongs to all parts.
     """
     taken = rows.stop - rows.start
     leading = math.prod(stored[: len(stored) - len(shape) + 1])  # stacked tensors are flattened
@@ -301,11 +305,29 @@ def _within(
         None,
     )
     if axis is None:
-        return shape, region
-    size = shape[axis]
-    whole = tuple(sizes[dim] if dim == axis else n for dim, n in enumerate(shape))
-    first = rows.start * size // taken
-    slices = [*region, *(slice(None),) * (len(shape) - len(region))]
+        return shape, None
+    return tuple(sizes[dim] if dim == axis else n for dim, n in enumerate(shape)), axis
+
+
+def _within(rows: Rows, size: int, axis: int, region: Region) -> Region:
+    """The region of the fused tensor that is `region` of the part, which has `size` entries on the axis."""
+    first = rows.start * size // (rows.stop - rows.start)
+    slices = [*region, *(slice(None),) * (axis + 1 - len(region))]
     start, stop, _ = slices[axis].indices(size)
     slices[axis] = slice(first + start, first + stop)
-    return whole, tuple(slices)
+    return tuple(slices)
+
+
+def _of_groups(tensor: torch.Tensor, rows: Rows, axis: int, name: str) -> torch.Tensor:
+    """The part of a fused tensor whose outputs repeat in groups."""
+    size = tensor.shape[axis]
+    entries = [border * size / (rows.groups * rows.whole) for border in (rows.start, rows.stop)]
+    if size % rows.groups or any(entry != int(entry) for entry in entries):
+        raise UnsupportedError(
+            f"tensor {name} stores outputs in units of {rows.groups * rows.whole // size}, which the parts "
+            f"of its {rows.groups} groups cut: outputs {rows.start} to {rows.stop} of each "
+            f"{rows.whole}. Use a version of the model whose weights have another format."
+        )
+    groups = tensor.unflatten(axis, (rows.groups, -1))
+    start, stop = map(int, entries)
+    return groups.narrow(axis + 1, start, stop - start).flatten(axis, axis + 1)

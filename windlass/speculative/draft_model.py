@@ -78,7 +78,7 @@ def open_draft(config: EngineConfig, hparams: HParams) -> DraftModel:
             f"positions, but the target is used with {max_model_len}. Add --max-model-len "
             f"{found.max_positions}, or use another draft model."
         )
-    if found.mamba is not None:
+    if found.recurrent is not None:
         raise ConfigError(
             f"--spec-model {options.spec_model}: {found.architecture} has recurrent states, which cannot "
             "be rolled back when draft tokens are rejected. Use another draft model."

@@ -52,7 +52,7 @@ def resolve_method(
     if config.speculation.spec_alternatives:
         _check_alternatives(config, device)
     config = resolve_auto(config, partial(_has_mtp, config, files, hparams))
-    if config.speculation.spec != "none" and hparams.mamba is not None:
+    if config.speculation.spec != "none" and hparams.recurrent is not None:
         raise ConfigError(
             f"--spec {config.speculation.spec}: {hparams.architecture} has recurrent states, which cannot "
             "be rolled back when draft tokens are rejected. Use --spec none."

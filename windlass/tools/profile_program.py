@@ -27,6 +27,7 @@ _KINDS = {
     Op.SILU_MUL: "activation",
     Op.GELU_MUL: "activation",
     Op.SIGMOID_GATE: "activation",
+    Op.SPLIT_GATES: "activation",
     Op.MAP: "activation",
     Op.ROPE: "rope and KV write",
     Op.ATTENTION: "attention",
@@ -39,6 +40,7 @@ _KINDS = {
     Op.SPARSE_MIXER: "routing of experts",
     Op.CAUSAL_CONV: "recurrent states",
     Op.SELECTIVE_SCAN: "recurrent states",
+    Op.DELTA_RULE: "recurrent states",
     Op.ALL_REDUCE: "communication",
     Op.ALL_GATHER: "communication",
 }

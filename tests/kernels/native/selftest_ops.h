@@ -481,6 +481,72 @@ inline void check_mamba(WindlassPool* pool) {
   }
 }
 
+// One delta rule over states in pages that are zero before the first token.
+inline void check_delta(WindlassPool* pool) {
+  constexpr int heads = 2, dim = 8, size = 16, inner = heads * dim, channels = inner + 2 * size;
+  constexpr int width = inner + channels + 2 * heads, page = inner * size;
+  const Requests requests({{0, 1}, {130, 1}, {5, 33}});
+  const auto rows = static_cast<size_t>(requests.tokens);
+  Floats x = random_floats(rows * width), mixed = random_floats(rows * channels), out(rows * inner);
+  const Floats decay(heads, -0.5f), dt_bias = random_floats(heads), norm = random_floats(dim);
+  Floats pages(static_cast<size_t>(requests.blocks * page));
+  WindlassCommand c{};
+  c.op = windlass::kDeltaRule;
+  c.rows = requests.tokens;
+  const int sizes[9] = {heads, dim, 1, size, width, kPage, 0, page, 0};
+  std::copy(sizes, sizes + 9, c.sizes);
+  c.scalars[0] = kEps;
+  c.step_tensors[0] = x.data();
+  c.step_tensors[1] = mixed.data();
+  c.step_tensors[2] = out.data();
+  c.model_tensors[0] = decay.data();
+  c.model_tensors[1] = dt_bias.data();
+  c.model_tensors[2] = norm.data();
+  c.model_tensors[3] = pages.data();
+  run(pool, c, requests.step());
+  const auto unit = [](const float* from) {
+    double squares = 1e-6;
+    for (int n = 0; n < size; ++n) squares += static_cast<double>(from[n]) * from[n];
+    Doubles found(from, from + size);
+    for (double& each : found) each /= std::sqrt(squares);
+    return found;
+  };
+  for (const WindlassRow& row : requests.rows) {
+    Doubles state(page);
+    for (int t = 0; t < row.count; ++t) {
+      const float* own = x.data() + (row.first + t) * width;
+      const float* values = mixed.data() + (row.first + t) * channels;
+      const Doubles key = unit(values + inner), query = unit(values + inner + size);
+      for (int head = 0; head < heads; ++head) {
+        const double beta = 1.0 / (1.0 + std::exp(-static_cast<double>(own[width - 2 * heads + head])));
+        const auto at = static_cast<size_t>(head);
+        const double dt = std::log1p(std::exp(own[width - heads + head] + static_cast<double>(dt_bias[at])));
+        Doubles y(dim);
+        for (int d = 0; d < dim; ++d) {
+          double* line = state.data() + (head * dim + d) * size;
+          double known = 0.0, sum = 0.0;
+          for (int n = 0; n < size; ++n) {
+            line[n] *= std::exp(dt * decay[at]);
+            known += line[n] * key[static_cast<size_t>(n)];
+          }
+          for (int n = 0; n < size; ++n) {
+            line[n] += beta * (values[head * dim + d] - known) * key[static_cast<size_t>(n)];
+            sum += line[n] * query[static_cast<size_t>(n)];
+          }
+          y[static_cast<size_t>(d)] = sum / std::sqrt(static_cast<double>(size));
+        }
+        const Doubles wanted = normalised(y.data(), norm, kEps);
+        for (int d = 0; d < dim; ++d) {
+          const int i = head * dim + d;
+          const double silu = own[i] / (1.0 + std::exp(-static_cast<double>(own[i])));
+          expect("delta_rule", out[static_cast<size_t>((row.first + t) * inner + i)],
+                 wanted[static_cast<size_t>(d)] * silu, 50 * kClose);
+        }
+      }
+    }
+  }
+}
+
 inline void check_operations(WindlassPool* pool) {
   for (int rows : {1, 5, 40}) {
     for (int width : {1, 8, 50, 576}) {
@@ -492,6 +558,7 @@ inline void check_operations(WindlassPool* pool) {
   for (int rows : {1, 2, 7}) check_per_head(pool, rows);
   check_latent(pool);
   check_mamba(pool);
+  check_delta(pool);
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {
       for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, {window, dim});

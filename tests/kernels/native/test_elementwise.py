@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_ops import normal
 from windlass.kernels import reference
+from windlass.kernels.batch import Heads
 from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.ops import NativeOps
@@ -69,11 +70,25 @@ def test_gelu_is_accurate_in_the_tail(ops: NativeOps) -> None:
     assert float(error.max()) < 1e-5
 
 
+def test_gates_of_query_heads_are_split_off(ops: NativeOps) -> None:
+    for rows, heads in ((1, Heads(3, 1, 8)), (40, Heads(4, 2, 16))):
+        qkv = normal(rows, 2 * (heads.num_q + heads.num_kv) * heads.dim)
+        want, got = (each.split_gates(qkv, heads) for each in (reference, ops))
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+        q, gate = qkv[:, : 2 * heads.dim].chunk(2, dim=1)
+        assert torch.equal(got[0][:, : heads.dim], q)
+        assert torch.equal(got[1][:, : heads.dim], gate)
+
+
 def test_gate_and_soft_cap(ops: NativeOps) -> None:
     for rows, width in SHAPES:
         x, gate = normal(rows, width) * 20, normal(rows, 1, seed=4) * 5
         want = reference.sigmoid_gate(x, gate)
         torch.testing.assert_close(ops.sigmoid_gate(x, gate), want, **CLOSE)
+        gates = normal(rows, width, seed=5) * 5
+        want = reference.sigmoid_gate(x, gates)
+        torch.testing.assert_close(ops.sigmoid_gate(x, gates), want, **CLOSE)
         torch.testing.assert_close(ops.soft_cap(x, 30.0), reference.soft_cap(x, 30.0), **CLOSE)
     small = torch.tensor([[0.0, 1e-4, -1e-4, 18.7, -18.8, 1e9, -1e9]])
     torch.testing.assert_close(

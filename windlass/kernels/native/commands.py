@@ -45,6 +45,8 @@ class Op(IntEnum):
     SELECTIVE_SCAN = 23
     ALL_REDUCE = 24
     ALL_GATHER = 25
+    DELTA_RULE = 26
+    SPLIT_GATES = 27
 
 
 class MapFunction(IntEnum):
@@ -114,6 +116,8 @@ WRITTEN = {
     Op.SELECTIVE_SCAN: (2,),
     Op.ALL_REDUCE: (1,),
     Op.ALL_GATHER: (1,),
+    Op.DELTA_RULE: (2,),
+    Op.SPLIT_GATES: (1, 2),
 }
 
 

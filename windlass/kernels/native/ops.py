@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.core.mamba import MambaHeads
 from windlass.core.mla import LatentHeads
+from windlass.core.recurrent import RecurrentHeads
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV, LayerState, StepBatch
+from windlass.kernels.delta import DeltaWeights
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.mamba import ScanWeights
 from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step
@@ -151,10 +152,23 @@ class NativeOps:
             Op.SIGMOID_GATE,
             rows,
             step_tensors=(x.contiguous(), gate.contiguous(), out),
-            sizes=(width,),
+            sizes=(width, gate.shape[1]),
         )
         self.pool.run(call)
         return out
+
+    def split_gates(self, qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        inner = heads.num_q * heads.dim
+        rows, width = qkv.shape
+        out, gates = torch.empty(rows, width - inner), torch.empty(rows, inner)
+        call = Call(
+            Op.SPLIT_GATES,
+            rows,
+            step_tensors=(qkv.contiguous(), out, gates),
+            sizes=(heads.num_q, heads.dim, width - 2 * inner),
+        )
+        self.pool.run(call)
+        return out, gates
 
     def sparse_mixer(self, logits: Tensor, jitter: float) -> Tensor:
         rows, width = logits.shape
@@ -292,7 +306,7 @@ class NativeOps:
         projected: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        heads: MambaHeads,
+        heads: RecurrentHeads,
         state: LayerState,
         batch: StepBatch,
     ) -> Tensor:
@@ -314,7 +328,7 @@ class NativeOps:
         projected: Tensor,
         mixed: Tensor,
         weights: ScanWeights,
-        heads: MambaHeads,
+        heads: RecurrentHeads,
         state: LayerState,
         batch: StepBatch,
     ) -> Tensor:
@@ -332,6 +346,34 @@ class NativeOps:
                 state.pages.data_ptr(),
             ),
             sizes=(*sizes, *_state(state, batch)),
+        )
+        self._run(call, batch)
+        return out
+
+    def delta_rule(
+        self,
+        projected: Tensor,
+        mixed: Tensor,
+        weights: DeltaWeights,
+        heads: RecurrentHeads,
+        state: LayerState,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens, width = projected.shape
+        out = torch.empty(tokens, heads.inner)
+        sizes = (heads.num_heads, heads.dim, heads.num_groups, heads.state_size, width)
+        call = Call(
+            Op.DELTA_RULE,
+            tokens,
+            step_tensors=(projected.contiguous(), mixed.contiguous(), out),
+            model_tensors=(
+                weights.decay,
+                weights.dt_bias,
+                weights.norm,
+                state.pages.data_ptr(),
+            ),
+            sizes=(*sizes, *_state(state, batch), int(heads.tiled)),
+            scalars=(weights.eps,),
         )
         self._run(call, batch)
         return out

@@ -60,6 +60,8 @@ class Family:
     model_type: str
     read: Callable[[Fields, str], HParams]
     rules: Callable[[HParams], Sequence[Rule]] = _no_rules  # for safetensors
+    # Applied before `rules`: those of a model that contains this one.
+    outer_rules: Callable[[HParams], Sequence[Rule]] = _no_rules
     gguf: GGUFFamily = field(default_factory=GGUFFamily)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from windlass.core.mamba import MambaHeads
+from windlass.core.recurrent import RecurrentHeads
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.base import Family, GGUFFamily, fused_gate_up
 from windlass.models.families.granite import gguf_multipliers, read_granite
@@ -22,7 +22,7 @@ from windlass.models.families.moe import (
 )
 from windlass.models.fields import Fields
 from windlass.models.gguf_header import GGUFHeader
-from windlass.models.hparams import HParams, MambaHParams, MoEHParams
+from windlass.models.hparams import HParams, MoEHParams, RecurrentHParams
 from windlass.models.tensor_rules import Rule, renames, split
 
 _MAMBA = ("mamba", "linear_attention")
@@ -52,7 +52,7 @@ def _granite4(fields: Fields, architecture: str) -> HParams:
         fields.updated(intermediate_size=shared),
         architecture,
         moe=moe,
-        mamba=_mamba(fields, kinds) if any(kinds) else None,
+        recurrent=_mamba(fields, kinds) if any(kinds) else None,
         layer_ropes=() if has_rope else (None,) * layers,
     )
 
@@ -84,7 +84,7 @@ def _has_rope(fields: Fields) -> bool:
     return position == "rope"
 
 
-def _mamba(fields: Fields, kinds: tuple[bool, ...]) -> MambaHParams:
+def _mamba(fields: Fields, kinds: tuple[bool, ...]) -> RecurrentHParams:
     count, groups = (
         fields.positive_int(f"mamba_n_{name}", default)
         for name, default in (("heads", 128), ("groups", 1))
@@ -112,8 +112,9 @@ def _mamba(fields: Fields, kinds: tuple[bool, ...]) -> MambaHParams:
             f"{fields.source}: hidden_act {fields.text('hidden_act', 'silu')!r} is not supported with "
             "Mamba layers, only silu."
         )
-    return MambaHParams(
-        heads=MambaHeads(
+    return RecurrentHParams(
+        kind="mamba",
+        heads=RecurrentHeads(
             num_heads=count,
             dim=int(dim),
             num_groups=groups,
@@ -143,9 +144,9 @@ def _rules(hparams: HParams) -> Sequence[Rule]:
 
 def _mixer_rules(hparams: HParams) -> list[Rule]:
     """Rules for the projections and convolutions that are stored together."""
-    if hparams.mamba is None:
+    if hparams.recurrent is None:
         return []
-    heads = hparams.mamba.heads
+    heads = hparams.recurrent.heads
     inner, shared = heads.inner, heads.group_features
     conv = {"x": inner, "b": shared, "c": shared}
     projections = {"gate": inner, **conv, "dt": heads.num_heads}

@@ -72,21 +72,26 @@ def _moe_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-def _routing(fields: Fields) -> Routing:
-    normalised = fields.flag("norm_topk_prob", False)
-    return read_routing(fields, normalised=normalised)
+def _routing(fields: Fields, normalised: bool = False) -> Routing:
+    """`normalised`: the default."""
+    return read_routing(fields, normalised=fields.flag("norm_topk_prob", normalised))
 
 
-def _qwen2_moe(fields: Fields, architecture: str) -> HParams:
-    dense = _qwen2(fields, architecture)
+def with_shared_expert(fields: Fields, dense: HParams, normalised: bool = False) -> HParams:
+    """The model with mixtures of experts, and an expert with a gate that every token uses."""
     moe = MoEHParams(
-        routing=_routing(fields),
+        routing=_routing(fields, normalised),
         intermediate_size=fields.positive_int("moe_intermediate_size"),
         layers=_moe_layers(fields),
         shared_intermediate_size=fields.positive_int("shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    return replace(dense, qkv_bias=fields.flag("qkv_bias", True), moe=moe)
+    return replace(dense, moe=moe)
+
+
+def _qwen2_moe(fields: Fields, architecture: str) -> HParams:
+    dense = with_shared_expert(fields, _qwen2(fields, architecture))
+    return replace(dense, qkv_bias=fields.flag("qkv_bias", True))
 
 
 def _qwen3_moe(fields: Fields, architecture: str) -> HParams:
@@ -121,14 +126,14 @@ def _gguf_shared(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     return found | {"shared_expert_intermediate_size": shared}
 
 
-_SHARED = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **SHARED_NAMES}
+GGUF_SHARED_NAMES = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", **SHARED_NAMES}
 QWEN2 = Family(model_type="qwen2", read=_qwen2, gguf=GGUFFamily(config=_no_gguf_window))
 QWEN3 = Family(model_type="qwen3", read=_qwen3, gguf=GGUFFamily(config=_no_gguf_window))
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     read=_qwen2_moe,
     gguf=GGUFFamily(
-        names={**EXPERT_NAMES, **_SHARED}, config=_gguf_shared, rules=gguf_expert_rules
+        names={**EXPERT_NAMES, **GGUF_SHARED_NAMES}, config=_gguf_shared, rules=gguf_expert_rules
     ),
 )
 QWEN3_MOE = Family(

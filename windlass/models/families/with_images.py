@@ -12,6 +12,7 @@ from windlass.models.families.base import Family
 from windlass.models.families.llama import MISTRAL
 from windlass.models.families.ministral import MINISTRAL3
 from windlass.models.families.qwen import QWEN2, QWEN3
+from windlass.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.tensor_rules import Rule
@@ -100,5 +101,17 @@ QWEN2_5_VL = Family(
     model_type="qwen2_5_vl",
     read=_reader(qwen2_5_vl_text=_QWEN2, qwen2_5_vl=_QWEN2),
     rules=text_rules,
+)
+QWEN3_5_WITH_IMAGES = Family(
+    model_type="qwen3_5",
+    read=_reader(qwen3_5_text=QWEN3_5),
+    outer_rules=text_rules,
+    rules=QWEN3_5.rules,
+)
+QWEN3_5_MOE_WITH_IMAGES = Family(
+    model_type="qwen3_5_moe",
+    read=_reader(qwen3_5_moe_text=QWEN3_5_MOE),
+    outer_rules=text_rules,
+    rules=QWEN3_5_MOE.rules,
 )
 QWEN3_VL = Family(model_type="qwen3_vl", read=_reader(qwen3_vl_text=QWEN3), rules=text_rules)

@@ -209,7 +209,7 @@ def _measure(
     log(f"measuring the step costs of {opened.files.name}")
     started = time.perf_counter()
     hparams = opened.hparams
-    if hparams.mamba is not None:
+    if hparams.recurrent is not None:
         raise UnsupportedError(
             f"{opened.files.name}: steps of {hparams.architecture} cannot be measured: it has recurrent "
             "states, whose costs the model of steps does not know."

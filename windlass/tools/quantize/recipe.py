@@ -127,8 +127,8 @@ def _check_model(method: Method, hparams: HParams) -> None:
     why = None
     if hparams.mla is not None:
         why = "its latent attention (MLA) reads a projection that is never multiplied by itself"
-    elif hparams.mamba is not None:
-        why = "it has Mamba-2 layers, which are not calibrated"
+    elif hparams.recurrent is not None:
+        why = "it has recurrent layers, which are not calibrated"
     elif hparams.architecture.endswith(_NESTED):
         why = "its files have a vision part. Quantise the text model"
     if why is not None:

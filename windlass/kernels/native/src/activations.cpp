@@ -171,14 +171,37 @@ bool run_add(const Run& run) {
 }
 
 bool run_sigmoid_gate(const Run& run) {
-  const int width = run.size(0);
+  const int width = run.size(0), gates = run.size(1);
   run.each_row(2 * width, [&](int row) {
     const float* x = row_of(run.step_tensor(0), row, width);
-    const F32x8 gate = times_sigmoid(splat(1.0f), splat(run.step_tensor(1)[row]));
     float* out = row_of(run.step_tensor(2), row, width);
+    if (gates == 1) {
+      const F32x8 gate = times_sigmoid(splat(1.0f), splat(run.step_tensor(1)[row]));
+      each_vector(width, [&](int i, int count) WINDLASS_INLINED {
+        store_tail(out + i, mul(load_tail(x + i, count), gate), count);
+      });
+      return;
+    }
+    const float* own = row_of(run.step_tensor(1), row, gates);
     each_vector(width, [&](int i, int count) WINDLASS_INLINED {
-      store_tail(out + i, mul(load_tail(x + i, count), gate), count);
+      store_tail(out + i, times_sigmoid(load_tail(x + i, count), load_tail(own + i, count)), count);
     });
+  });
+  return true;
+}
+
+bool run_split_gates(const Run& run) {
+  const int heads = run.size(0), dim = run.size(1), rest = run.size(2), inner = heads * dim;
+  const auto bytes = [](int count) { return static_cast<size_t>(count) * 4; };
+  run.each_row(2 * inner + rest, [&](int row) {
+    const float* x = row_of(run.step_tensor(0), row, 2 * inner + rest);
+    float *out = row_of(run.step_tensor(1), row, inner + rest),
+          *gates = row_of(run.step_tensor(2), row, inner);
+    for (int head = 0; head < heads; ++head) {
+      std::memcpy(out + head * dim, x + 2 * head * dim, bytes(dim));
+      std::memcpy(gates + head * dim, x + (2 * head + 1) * dim, bytes(dim));
+    }
+    std::memcpy(out + inner, x + 2 * inner, bytes(rest));
   });
   return true;
 }

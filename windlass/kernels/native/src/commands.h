@@ -26,12 +26,15 @@
 //   gelu_mul  x, out                                                       width
 //   map       x, out                                                       width, function; constant
 //   add       x, y, out                                                    width
-//   sigmoid_gate    x, gate (one per row), out                             width
+//   sigmoid_gate    x, gate, out                                           width, gates per row: 1 or width
 //   sparse_mixer    x, out                                                 width; jitter, limit
 //   causal_conv     x, out                  weight, bias or null, states   first column, channels, conv size, x width,
 //                                                                          state ..., offset in a state
 //   selective_scan  x, mixed, out           decay, skip, dt bias, states   heads, head size, groups, state size,
 //                                                                          x width, state ...
+//   delta_rule      x, mixed, out           decay, dt bias, norm, states   heads, head size, groups, state size,
+//                                                                          x width, state ..., tiled; eps
+//   split_gates     x, out, gates                                          query heads, head size, other columns
 //   all_reduce      x, out                  shared memory                  width, rank, ranks, floats of a chunk
 //   all_gather      x, out                  shared memory, widths          sum of widths, rank, ranks, floats ...
 //
@@ -80,6 +83,8 @@ enum Op : int32_t {
   kSelectiveScan,
   kAllReduce,
   kAllGather,
+  kDeltaRule,
+  kSplitGates,
 };
 
 // Storage types.

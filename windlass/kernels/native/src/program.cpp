@@ -63,6 +63,10 @@ bool execute(const Run& run) {
       return run_causal_conv(run);
     case kSelectiveScan:
       return run_selective_scan(run);
+    case kDeltaRule:
+      return run_delta_rule(run);
+    case kSplitGates:
+      return run_split_gates(run);
     case kSparseMixer:
       return run_sparse_mixer(run);
     case kAllReduce:

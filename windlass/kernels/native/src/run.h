@@ -78,6 +78,8 @@ bool run_add(const Run& run);
 bool run_sigmoid_gate(const Run& run);
 bool run_causal_conv(const Run& run);
 bool run_selective_scan(const Run& run);
+bool run_delta_rule(const Run& run);
+bool run_split_gates(const Run& run);
 bool run_sparse_mixer(const Run& run);
 bool run_all_reduce(const Run& run);
 bool run_all_gather(const Run& run);

@@ -1,34 +1,40 @@
-"""The Mamba-2 kernels in Triton's interpreter, against the definition.
+"""The kernels of recurrent layers in Triton's interpreter, against the definition.
 
 The cases run in a separate process, like those of test_interpreted.py.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.kernels.conftest import Check
+from tests.kernels.recurrences import SIZE, DeltaRule, MambaScan, heads_of
 from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
-from tests.kernels.test_mamba import (
-    SIZE,
-    by_definition,
-    make_cache,
-    random_rows,
-    step,
-    weights_of,
-)
-from windlass.core.mamba import MambaHeads
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import Heads, LayerKV
 
 pytest.importorskip("triton")
 
-HEADS = MambaHeads(num_heads=4, dim=16, num_groups=2, state_size=16, conv_size=4)
-LARGE = MambaHeads(num_heads=2, dim=64, num_groups=1, state_size=16, conv_size=2)
+LAYERS = {
+    "mamba, small": MambaScan(heads_of(4, 16, 2)),
+    "mamba, large": MambaScan(heads_of(2, 64, 1, conv_size=2)),
+    "delta, small": DeltaRule(heads_of(4, 16, 2)),
+    "delta, tiled": DeltaRule(heads_of(6, 64, 2, tiled=True)),
+}
+
+
+def kernels() -> SimpleNamespace:
+    from windlass.kernels.triton import delta, mamba, recurrent
+
+    return SimpleNamespace(
+        causal_conv=recurrent.causal_conv,
+        selective_scan=mamba.selective_scan,
+        delta_rule=delta.delta_rule,
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
@@ -38,39 +44,25 @@ def test_kernels_in_the_interpreter(interpreted: Check) -> None:
 
 @inside
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("heads", [HEADS, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("cuts", [[0, 22], [0, 1, 2, 3, 22], [0, 4, 8, 9, 19, 22], [0, 7, 15, 22]])
-def test_any_cut_gives_the_recurrence(
-    cuts: list[int], heads: MambaHeads, batch_invariant: bool
-) -> None:
-    from windlass.kernels.triton import mamba
-
-    rows, cache = random_rows(22, 9, heads=heads), make_cache(heads, 48)
-    want = [by_definition(row, heads, weights_of(heads)) for row in rows]
-    got: list[list[torch.Tensor]] = [[], []]
-    for start, stop in pairwise(cuts):
-        parts = [
-            (slot, start, row[start:stop]) for slot, row in enumerate(rows) if len(row) > start
-        ]
-        out, batch = step(
-            parts, cache, layer=2, kernels=mamba, heads=heads, batch_invariant=batch_invariant
-        )
-        for span, (slot, _, _) in zip(batch.spans, parts, strict=True):
-            got[slot].append(out[span.first : span.first + span.count])
-    for own, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(torch.cat(own), expected, atol=1e-4, rtol=1e-4)
+def test_any_cut_gives_the_recurrence(cuts: list[int], kind: str, batch_invariant: bool) -> None:
+    layer = LAYERS[kind]
+    want = [layer.by_definition(row) for row in layer.rows(22, 9)]
+    got = layer.in_steps(cuts, 22, 9, kernels=kernels(), batch_invariant=batch_invariant)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @inside
-def test_every_full_block_has_the_state_at_its_end() -> None:
-    from windlass.kernels.triton import mamba
-
-    (row,) = random_rows(11, heads=HEADS)
-    want = by_definition(row, HEADS, weights_of(HEADS))
+@pytest.mark.parametrize("kind", ["mamba, small", "delta, small"])
+def test_every_full_block_has_the_state_at_its_end(kind: str) -> None:
+    layer = LAYERS[kind]
+    (row,) = layer.rows(11)
+    want = layer.by_definition(row)
     for end in (SIZE, 2 * SIZE):
-        cache = make_cache(HEADS, 48)
-        step([(0, 0, row)], cache, layer=0, kernels=mamba, heads=HEADS)
-        got, _ = step([(0, end, row[end:])], cache, layer=0, kernels=mamba, heads=HEADS)
+        cache = layer.cache(48)
+        layer.step([(0, 0, row)], cache, layer=0, kernels=kernels())
+        got, _ = layer.step([(0, end, row[end:])], cache, layer=0, kernels=kernels())
         torch.testing.assert_close(got, want[end:], atol=1e-4, rtol=1e-4)
 
 

@@ -1,8 +1,8 @@
-"""Compile cases of the Mamba-2 kernels, with the sizes of Granite 4 H Tiny."""
+"""Compile cases of recurrent layers, with the sizes of Granite 4 H Tiny and of Qwen3-Next."""
 
 from __future__ import annotations
 
-from windlass.kernels.triton import mamba
+from windlass.kernels.triton import delta, mamba, recurrent
 
 X, F, I = "*bf16", "*fp32", "*i32"  # noqa: E741
 _ROWS = {
@@ -15,13 +15,19 @@ _SCAN = {
     **dict.fromkeys(("decay", "skip", "dt_bias", "pages"), F),
     **_ROWS,
 }
+_DELTA = {
+    **dict.fromkeys(("projected", "mixed", "out"), X),
+    **dict.fromkeys(("decay", "dt_bias", "pages"), F),
+    **_ROWS,
+    **dict.fromkeys(("scale", "unit_eps"), "fp32"),
+}
 
 
 def _conv(tiles: bool) -> tuple:
     sizes = {"INNER": 3072, "CHANNELS": 3328, "CONV": 4, "STATE_AT": 3072 * 128, "SIZE": 1024}
-    tokens = mamba._CONV_TOKENS if tiles else 1
-    constants = {**sizes, "TOKENS": tokens, "BLOCK": mamba._CHANNELS, "TILES": tiles}
-    return mamba.causal_conv_kernel, _CONV, constants, {"num_warps": 4 if tiles else 1}
+    tokens = recurrent._CONV_TOKENS if tiles else 1
+    constants = {**sizes, "TOKENS": tokens, "BLOCK": recurrent._CHANNELS, "TILES": tiles}
+    return recurrent.causal_conv_kernel, _CONV, constants, {"num_warps": 4 if tiles else 1}
 
 
 def _scan(tiles: bool, pieces: bool) -> tuple:
@@ -31,10 +37,25 @@ def _scan(tiles: bool, pieces: bool) -> tuple:
     return mamba.selective_scan_kernel, _SCAN, constants, {"num_warps": 4}
 
 
-MAMBA = {
+def _delta(tiles: bool) -> tuple:
+    sizes = {"HEADS": 32, "DIM": 128, "GROUPS": 16, "STATE": 128, "SIZE": 2048, "TILED": False}
+    tokens = delta._TOKENS if tiles else 1
+    constants = {**sizes, "TOKENS": tokens, "FEATURES": delta._FEATURES, "TILES": tiles}
+    return delta.delta_rule_kernel, _DELTA, constants, {"num_warps": 4}
+
+
+RECURRENT = {
     "causal conv of rows": _conv(True),
     "causal conv of single tokens": _conv(False),
     "selective scan of pieces": _scan(True, True),
     "selective scan, batch-invariant": _scan(True, False),
     "selective scan of single tokens": _scan(False, False),
+    "delta rule of rows": _delta(True),
+    "delta rule of single tokens": _delta(False),
+    "gated norm": (
+        delta.gated_norm_kernel,
+        {"y": X, "projected": X, "weight": F, "width": "i32", "eps": "fp32"},
+        {"HEADS": 32, "DIM": 128, "BLOCK": delta._HEADS},
+        {"num_warps": 4},
+    ),
 }

@@ -1,16 +1,22 @@
-"""The sizes of a Mamba-2 layer."""
+"""The sizes of a recurrent layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# mamba: the selective scan of Mamba-2. delta: the gated delta rule.
+Recurrence = Literal["mamba", "delta"]
 
 
 @dataclass(frozen=True, slots=True)
-class MambaHeads:
-    """Heads of a Mamba-2 layer; each has a recurrent state [dim, state_size].
+class RecurrentHeads:
+    """Heads of a recurrent layer; each has a state [dim, state_size].
 
-    Heads share B and C in equal groups, as query heads share kv heads. A causal convolution over
-    `conv_size` tokens precedes the recurrence: of every head's inputs, and of B and C.
+    Heads share keys and queries (B and C of Mamba-2) in equal groups, as query heads share kv heads:
+    neighbouring heads have the same group, or, if `tiled`, heads whose distance is the number of groups.
+    A causal convolution over `conv_size` tokens precedes the recurrence: of every head's inputs, keys and
+    queries.
     """
 
     num_heads: int
@@ -18,6 +24,7 @@ class MambaHeads:
     num_groups: int
     state_size: int
     conv_size: int
+    tiled: bool = False
 
     @property
     def inner(self) -> int:
@@ -26,12 +33,12 @@ class MambaHeads:
 
     @property
     def group_features(self) -> int:
-        """Features of B or C."""
+        """Features of all keys, or of all queries."""
         return self.num_groups * self.state_size
 
     @property
     def channels(self) -> int:
-        """Features that go through the convolution: the heads' inputs, B and C."""
+        """Features that go through the convolution: the heads' inputs, keys and queries."""
         return self.inner + 2 * self.group_features
 
     @property
