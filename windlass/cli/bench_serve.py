@@ -61,7 +61,8 @@ def serve(
         option(
             "URL",
             "Server URL; overrides --host and --port.",
-            *("--base-url", "--url"),
+            "--base-url",
+            "--url",
             panel=_SERVER,
         ),
     ] = None,
@@ -95,7 +96,8 @@ def serve(
             "NAME",
             "chat, shared_prefix, rag, few_shot, long_document, code_edit, random; "
             "with --dataset-path: custom, timed_trace, sharegpt.",
-            *("--dataset-name", "--workload"),
+            "--dataset-name",
+            "--workload",
             panel=_LOAD,
         ),
     ] = "random",
@@ -111,7 +113,8 @@ def serve(
         option(
             "N",
             "Prompt tokens; default: the dataset's.",
-            *("--input-len", "--random-input-len"),
+            "--input-len",
+            "--random-input-len",
             panel=_LOAD,
         ),
     ] = None,
@@ -120,7 +123,8 @@ def serve(
         option(
             "N",
             "Max output tokens; default: the dataset's.",
-            *("--output-len", "--random-output-len"),
+            "--output-len",
+            "--random-output-len",
             panel=_LOAD,
         ),
     ] = None,
@@ -133,7 +137,8 @@ def serve(
         option(
             "R",
             "Vary lengths by a ratio R below and above.",
-            *("--range-ratio", "--random-range-ratio"),
+            "--range-ratio",
+            "--random-range-ratio",
             panel=_LOAD,
         ),
     ] = 0.0,

@@ -118,7 +118,9 @@ def plan(
         option(
             "N",
             "Only this number of GPUs that share every layer.",
-            *("--tensor-parallel-size", "-tp", "--tp"),
+            "--tensor-parallel-size",
+            "-tp",
+            "--tp",
             panel=SCALING,
         ),
     ] = None,
@@ -127,7 +129,9 @@ def plan(
         option(
             "N",
             "Only this number of pipeline stages.",
-            *("--pipeline-parallel-size", "-pp", "--pp"),
+            "--pipeline-parallel-size",
+            "-pp",
+            "--pp",
             panel=SCALING,
         ),
     ] = None,
@@ -135,7 +139,8 @@ def plan(
         bool,
         switch(
             "Only with whole experts on every GPU; default: with and without.",
-            *("--enable-expert-parallel", "--ep"),
+            "--enable-expert-parallel",
+            "--ep",
             panel=SCALING,
         ),
     ] = False,

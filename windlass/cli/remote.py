@@ -18,7 +18,10 @@ Url = Annotated[str, option("URL", "URL of the server.", "--url")]
 Key = Annotated[
     str | None,
     option(
-        *("KEY", "API key of the server; better in the environment.", "--api-key", "--key"),
+        "KEY",
+        "API key of the server; better in the environment.",
+        "--api-key",
+        "--key",
         envvar=API_KEY_VARIABLE,
     ),
 ]

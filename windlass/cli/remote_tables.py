@@ -157,7 +157,10 @@ def print_usage(report: Json) -> None:
             row[name] for name in ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
         )
         table.add_row(
-            *(start, row["tenant"], row["key_id"], row["model"]),
+            start,
+            row["tenant"],
+            row["key_id"],
+            row["model"],
             *(f"{count:,}" for count in counts),
             f"{row['usd']:.6f}",
         )

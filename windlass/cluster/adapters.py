@@ -111,7 +111,9 @@ class FleetAdapters:
                 self._failed.add(result.replica)
                 _log.error(
                     "the replica %s of %s lacks an adapter of the others: %s",
-                    *(result.replica, self._model, result.error.message),
+                    result.replica,
+                    self._model,
+                    result.error.message,
                 )
 
     def close(self) -> None:

@@ -107,7 +107,9 @@ def _serve(work: NodeWork, identity: Identity, node: str) -> int:
         _log.log(
             logging.ERROR if failure else logging.INFO,
             "%s has ended its ranks: %s %s waits for node 0's next start.",
-            *(node, failure or "the engine of node 0 ended.", node),
+            node,
+            failure or "the engine of node 0 ended.",
+            node,
         )
 
 

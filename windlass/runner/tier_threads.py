@@ -92,7 +92,9 @@ class SlowTier(Tier):
         _log.warning(
             "the %s tier has read no KV block for %.0f s: %d blocks are computed instead, and it is "
             "not used until it answers.",
-            *(self.store.name, _STUCK_S, len(found)),
+            self.store.name,
+            _STUCK_S,
+            len(found),
         )
         self.reads.clear()
         self.late.update(record.row for record in found)

@@ -94,7 +94,10 @@ class EngineMetrics:
         info = self._gauges(
             "cache_config_info",
             "1, with the sizes of the KV cache as labels.",
-            *("block_size", "num_gpu_blocks", "bytes_per_block", "enable_prefix_caching"),
+            "block_size",
+            "num_gpu_blocks",
+            "bytes_per_block",
+            "enable_prefix_caching",
         )
         self._cache_config = _Info(info, self._labels)
 
@@ -197,7 +200,9 @@ class EngineMetrics:
         info = self._gauges(
             "lora_requests_info",
             "The time of the last stats, with the adapters of running and queued requests as labels.",
-            *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
         )
         self._lora_info = _Info(info, self._labels)
 

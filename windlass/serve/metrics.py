@@ -103,7 +103,8 @@ class Metrics:
         self._fallbacks = self._labelled(
             "request_fallbacks",
             "Requests answered by a --fallback, by reason and by the model that answered.",
-            *("reason", "fallback_model"),
+            "reason",
+            "fallback_model",
         )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of started requests.")
         self._cached = self._counter(

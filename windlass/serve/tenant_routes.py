@@ -68,7 +68,10 @@ class TenantRoutes:
             is_secret = field == "keys"
             _log.info(
                 "%s (key %s) changed %s of tenant %s from %s to %s",
-                *(sender.tenant.name, sender.key_id, field, name),
+                sender.tenant.name,
+                sender.key_id,
+                field,
+                name,
                 "its keys" if is_secret else before[field],
                 "others" if is_secret else value,
             )
