@@ -88,7 +88,7 @@ class ModelConfig:
     )
     task: Task = option(
         "auto",
-        "What requests may ask for. auto: text if the model has an LM head, and embeddings or scores; "
+        "Kinds of requests to serve. auto: text if the model has an LM head, and embeddings or scores; "
         "generate: text only; embed, score: embeddings or scores only.",
     )
     pooling_type: PoolingType | None = option(
@@ -109,7 +109,7 @@ class ModelConfig:
     lazy_capture: bool = option(
         False,
         "On CUDA, capture graphs of some sizes at start and the others while the server is idle: it is "
-        "ready earlier, and its first steps pad more.",
+        "ready earlier, but its first steps pad more.",
     )
     plain_kernels: bool = option(
         False, "Use the torch reference implementation of every operation.", "--reference-kernels"
@@ -162,7 +162,7 @@ class CacheConfig:
     )
     kv_cache_dtype: KVCacheDType = option(
         "auto",
-        "Data type of the KV cache: the computed type, or one byte, which holds twice the tokens: "
+        "Data type of the KV cache: the compute dtype, or one byte per value, which holds twice the tokens: "
         "fp8 for GPUs, int8 for CPUs.",
     )
     prefix_caching: bool = option(
@@ -248,7 +248,7 @@ class SchedulerConfig:
         "--prompt-activation-groups",
     )
     scheduling_policy: PolicyName = option(
-        "fcfs", "Order of queued requests; with several tenants, of each tenant's own."
+        "fcfs", "Order of queued requests; with several tenants, the order within each tenant."
     )
     fair_share: bool = option(
         True, "Share the engine between tenants by weight; without it, one queue serves all."
@@ -497,15 +497,15 @@ class ServeConfig:
     )
     retry_on_restart: bool = option(
         False,
-        "When the engine dies, run requests of which the client has seen nothing once more in the "
-        "restarted engine, instead of a 503 at once.",
+        "When the engine dies, rerun the requests whose clients have received nothing yet in the "
+        "restarted engine, instead of answering 503.",
         live=True,
     )
     log_format: Literal["text", "json"] = option(
         "text", "Format of the log; json: one object per line."
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe lines of the log.", live=True
+        "info", "Minimum level of logged lines.", live=True
     )
     log_stats_interval: float = option(
         10.0,
@@ -514,7 +514,7 @@ class ServeConfig:
     )
     metrics_prefix: Literal["windlass", "vllm", "both"] = option(
         "windlass",
-        "Names of /metrics that vLLM has too: windlass:NAME, vllm:NAME or both. Others are always "
+        "Prefix of the metrics that vLLM has too: windlass:NAME, vllm:NAME or both. All others are "
         "windlass:NAME.",
     )
     max_metric_tenants: int = option(
@@ -559,7 +559,7 @@ class ServeConfig:
         16 * 2**30, "Size of --data-dir beyond which uploads are refused with 507.", live=True
     )
     max_num_batch_reqs: int | None = option(
-        None, "Maximum number of requests of batches at once; default: half of --max-num-seqs."
+        None, "Maximum number of concurrent batch requests; default: half of --max-num-seqs."
     )
     record_traffic: str | None = option(
         None, "Append requests and responses to this JSONL file, as calibration data for quantize."

@@ -27,14 +27,14 @@ class ParallelConfig:
     """Several devices, or processes on CPUs, for one model."""
 
     tensor_parallel_size: int = option(
-        1, "Number of devices, or of processes on a CPU, that share every layer.", "-tp"
+        1, "Tensor parallelism: devices, or processes on a CPU, that share every layer.", "-tp"
     )
     pipeline_parallel_size: int = option(
-        1, "Number of groups of devices that each hold some of the layers.", "-pp"
+        1, "Pipeline parallelism: stages, each with some of the layers.", "-pp"
     )
     data_parallel_size: int = option(
         1,
-        "Number of replicas of the engine behind one server, each with its own devices and KV cache.",
+        "Data parallelism: replicas of the engine behind one server, each with its own devices and KV cache.",
         "-dp",
     )
     prefill_replicas: int = option(
