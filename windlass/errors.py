@@ -22,6 +22,11 @@
 A message states what happened, with the values, and what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class EngineError(Exception):
     """Base class of all exceptions that Windlass raises deliberately."""
@@ -101,3 +106,12 @@ class EngineCrashed(WorkerDied):
 
 class RanTwice(WorkerDied):
     """Two processes have ended with this request; it does not run again."""
+
+
+@contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Report errors of the system as ConfigError; `what`: the flag and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}.") from error

@@ -25,7 +25,7 @@ from windlass.cli.flags import (
 )
 from windlass.cli.options import ENGINE_OPTIONS, LORA_OPTIONS, MODEL_ARGUMENT
 from windlass.cli.results import check_path, finish
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, file_errors
 
 _BATCHES = "1,8,64,256"
 _ADAPTER_OPTIONS = [item for item in LORA_OPTIONS if item.name == "lora_dtype"]
@@ -273,10 +273,8 @@ def tables(
 
         stale = []
         for each in page or map(Path, PAGES):
-            try:
+            with file_errors(f"--page {each}"):
                 before = each.read_text(encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--page {each}: {error.strerror or error}.") from error
             after = fill(before, results)
             if before != after:
                 stale.append(each)

@@ -15,7 +15,7 @@ from windlass.cli.flags import Adapter, ShowProgress, option
 from windlass.cli.prompts import Job, jobs_from_file
 from windlass.cli.sampling import SAMPLING_OPTIONS, sampling_params
 from windlass.cli.starting import starting
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, file_errors
 
 if TYPE_CHECKING:
     from windlass.llm import LLM
@@ -136,10 +136,8 @@ def _check_writable(output: str | None) -> None:
     """Reject a bad path before the model is loaded. Does not change the file."""
     if output is None or output == "-":
         return
-    try:
+    with file_errors(f"-o {output}"):
         Path(output).open("a").close()
-    except OSError as error:
-        raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
 
 
 def _write(output: str | None, lines: Iterator[str]) -> None:

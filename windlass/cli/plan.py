@@ -39,7 +39,7 @@ from windlass.cli.flags import (
 from windlass.cli.options import ENGINE_OPTIONS, parse_size
 from windlass.cli.results import check_path, finish
 from windlass.config import EngineConfig, flag
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, file_errors
 
 if TYPE_CHECKING:
     from windlass.tools.common.load import Load
@@ -292,10 +292,8 @@ def serve_command(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    try:
+    with file_errors(f"--json {path}"):
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror or error}.") from error
 
 
 def _scale(options: Options, given: Mapping[str, Any]) -> int:

@@ -50,8 +50,9 @@ def quantize(
         option("N", "Calibration texts to choose; default: 256, or all if there are fewer."),
     ] = None,
     sample_tokens: SampleTokens = 512,
-    skip_broken_lines: Annotated[
-        bool, switch("Skip invalid calibration lines.", "--skip-broken-lines")
+    skip_bad_lines: Annotated[
+        bool,
+        switch("Skip invalid calibration lines.", "--skip-bad-lines", "--skip-broken-lines"),
     ] = False,
     format: Annotated[
         str | None,
@@ -110,7 +111,7 @@ def quantize(
         samples=SampleOptions(
             num_samples=samples,
             sample_tokens=sample_tokens,
-            skip_broken=skip_broken_lines,
+            skip_bad_lines=skip_bad_lines,
             seed=model.seed,
         ),
     )

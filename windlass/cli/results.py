@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, file_errors
 
 if TYPE_CHECKING:
     from windlass.tools.common.record import Record
@@ -19,10 +19,8 @@ def check_path(flag: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: is a folder; name a file.")
-    try:
+    with file_errors(f"{flag} {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror or error}.") from error
 
 
 def finish(record: Record, path: Path | None) -> None:

@@ -88,8 +88,8 @@ def train_draft(
         int | None, option("N", "Tokens per step; default: 32768 on CUDA, 512 on a CPU.")
     ] = None,
     save_every: Annotated[int, option("STEPS", "Save the training state every STEPS steps.")] = 200,
-    skip_broken_lines: Annotated[
-        bool, switch("Skip lines that cannot be used.", "--skip-broken-lines")
+    skip_bad_lines: Annotated[
+        bool, switch("Skip invalid lines.", "--skip-bad-lines", "--skip-broken-lines")
     ] = False,
     progress: ShowProgress = True,
 ) -> int:
@@ -117,7 +117,7 @@ def train_draft(
         time_limit=time_limit,
         batch_tokens=batch_tokens,
         save_every=save_every,
-        skip_broken=skip_broken_lines,
+        skip_bad_lines=skip_bad_lines,
     )
     job = TrainJob(
         config=options.engine(), options=train_options, output=output, data=data, texts=texts

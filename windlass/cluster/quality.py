@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from windlass.cluster.compare import MIN_RANKED
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, file_errors
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,10 +19,8 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_probes(path: str) -> list[Probe]:
     """Read a file of JSON lines; raises ConfigError with the line and the reason."""
-    try:
+    with file_errors(f"rollout: quality: {path}"):
         lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"rollout: quality: {path}: {error.strerror or error}.") from error
     probes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

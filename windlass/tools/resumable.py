@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from windlass.errors import ConfigError, EngineError
+from windlass.errors import ConfigError, EngineError, file_errors
 from windlass.models.json_file import read_json
 
 _MANIFEST = "manifest.json"
@@ -39,10 +39,8 @@ class ResumableOutput(ABC):
         self.folder = partial_path(output)
         self._output = output
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        try:
+        with file_errors(f"-o {output}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"-o {output}: {error.strerror or error}.") from error
         self._lock = FileLock(self.folder / _LOCK)
         try:
             self._lock.acquire(timeout=0)

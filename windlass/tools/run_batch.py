@@ -17,7 +17,7 @@ from pathlib import Path
 
 from windlass.build import open_model
 from windlass.config import EngineConfig, ServeConfig
-from windlass.errors import ConfigError, RequestError, WorkerDied
+from windlass.errors import ConfigError, RequestError, WorkerDied, file_errors
 from windlass.llm import progress_bar
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.batch.database import Database
@@ -138,10 +138,8 @@ def _check_model(known: Sequence[str], name: str | None) -> None:
 
 def _scan(path: Path, rules: LineRules) -> Scan:
     """Find the requests of the input file; raises ConfigError with the lines that are none."""
-    try:
+    with file_errors(f"-i {path}"):
         found = scan(path, rules)
-    except OSError as error:
-        raise ConfigError(f"-i {path}: {error.strerror or error}.") from error
     if not found.errors:
         return found
     lines = [

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.tools.common.request_files import RequestFile, raise_problems, read_request_file
+from windlass.tools.common.jsonl import raise_problems
+from windlass.tools.common.request_files import RequestFile, read_request_file
 from windlass.tools.common.requests import TextRequest, fingerprint
 from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer, measure_scale, samples, scale_of

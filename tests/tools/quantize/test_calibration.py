@@ -31,7 +31,7 @@ def test_every_kind_of_text_is_chosen(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", texts)
     chosen = calibrate(
         path,
-        SampleOptions(num_samples=6, sample_tokens=64, skip_broken=False, seed=0),
+        SampleOptions(num_samples=6, sample_tokens=64, skip_bad_lines=False, seed=0),
         Bytes(),
         no_template,
     )
@@ -40,7 +40,7 @@ def test_every_kind_of_text_is_chosen(tmp_path: Path) -> None:
         assert any(text.startswith(start) for text in decoded)
     again = calibrate(
         path,
-        SampleOptions(num_samples=6, sample_tokens=64, skip_broken=False, seed=0),
+        SampleOptions(num_samples=6, sample_tokens=64, skip_bad_lines=False, seed=0),
         Bytes(),
         no_template,
     )
@@ -59,7 +59,7 @@ def test_many_texts_are_subsampled_first(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [f"text number {i}" for i in range(4200)])
     chosen = calibrate(
         path,
-        SampleOptions(num_samples=3, sample_tokens=64, skip_broken=False, seed=0),
+        SampleOptions(num_samples=3, sample_tokens=64, skip_bad_lines=False, seed=0),
         Bytes(),
         no_template,
     )

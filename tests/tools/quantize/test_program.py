@@ -172,15 +172,15 @@ def test_invalid_calibration_files(
         tmp_path / "broken.jsonl", good, "{oops", {"prompt": "x"}, {"messages": []}, {"text": 5}
     )
     output = refused(broken)
-    assert "4 of 5 lines are invalid" in output
-    assert "broken.jsonl, line 2: is not JSON at column 2" in output
+    assert "has 4 invalid lines" in output
+    assert "line 2: is not JSON at column 2" in output
     assert "line 3: needs either text or messages" in output
-    assert "--skip-broken-lines" in output
+    assert "--skip-bad-lines" in output
     binary = tmp_path / "binary.jsonl"
     binary.write_bytes(b'{"text": "a windlass lifts a load"}\n\xff\xfe\n')
-    assert "1 of 2 lines are invalid. binary.jsonl, line 2: is not UTF-8" in refused(binary)
+    assert "line 2: is not UTF-8" in refused(binary)
     output = quantize(
-        *(model, "-o", tmp_path / "o", *GPTQ, "--calibration", broken, "--skip-broken-lines")
+        *(model, "-o", tmp_path / "o", *GPTQ, "--calibration", broken, "--skip-bad-lines")
     )
     assert "4 invalid lines skipped" in output
     assert "only 1 samples; 128 to 512 are advised" in output

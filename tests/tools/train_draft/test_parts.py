@@ -50,7 +50,7 @@ def test_prompts_of_all_kinds_are_read_without_duplicates(model: Path, tmp_path:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     card = card_of(model)
-    found = read_prompts(path, Renderer(card), 20, skip_broken=False)
+    found = read_prompts(path, Renderer(card), 20, skip_bad_lines=False)
     assert [card.tokenizer.decode(tokens) for tokens in found.tokens] == ["abcd", "ef", "[user]i"]
     assert found.notes == ("skipped 1 lines: duplicates",)
 
@@ -60,7 +60,7 @@ def test_a_conversation_needs_a_template(model: Path, tmp_path: Path) -> None:
     path.write_text('{"messages": [{"role": "user", "content": "i"}]}\n')
     renderer = Renderer(card_of(model, chat_template=None))
     with pytest.raises(ConfigError, match="the model has no chat template"):
-        read_prompts(path, renderer, 20, skip_broken=False)
+        read_prompts(path, renderer, 20, skip_bad_lines=False)
     with pytest.raises(ConfigError, match="cannot generate prompts"):
         PromptGenerator.of(renderer, bos_id=None, max_tokens=20, seed=0)
 

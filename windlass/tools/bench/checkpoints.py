@@ -190,7 +190,7 @@ class CheckpointBuilder:
         samples = SampleOptions(
             num_samples=self.num_samples,
             sample_tokens=self.sample_tokens,
-            skip_broken=False,
+            skip_bad_lines=False,
             seed=self.base.model.seed,
         )
         key = self._key(asdict(options), digest, asdict(samples))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from windlass.errors import RequestError
+from windlass.errors import ConfigError, RequestError, file_errors
 
 Messages = list[dict[str, Any]]
 T = TypeVar("T")
+_SHOWN = 5
 
 
 def numbered_lines(raw: bytes) -> Iterator[tuple[int, bytes]]:
@@ -17,6 +19,12 @@ def numbered_lines(raw: bytes) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
             yield number, line
+
+
+def read_bytes(path: Path, flag: str) -> bytes:
+    """Read the file that the user gave with `flag`."""
+    with file_errors(f"{flag} {path}"):
+        return path.read_bytes()
 
 
 def parse_lines(raw: bytes, parse: Callable[[bytes], T]) -> tuple[list[T], list[tuple[int, str]]]:
@@ -29,6 +37,17 @@ def parse_lines(raw: bytes, parse: Callable[[bytes], T]) -> tuple[list[T], list[
         except RequestError as error:
             invalid.append((number, str(error)))
     return values, invalid
+
+
+def raise_problems(path: Path, problems: Sequence[str]) -> None:
+    """Raise if the file has invalid lines."""
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigError(
+            f"{path} has {len(problems)} invalid lines:\n  {shown}{more}\n"
+            "Fix them, or skip them with --skip-bad-lines."
+        )
 
 
 def parse_object(line: bytes | str, such_as: str) -> dict[str, Any]:

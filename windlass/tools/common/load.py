@@ -11,7 +11,8 @@ from windlass.errors import ConfigError
 from windlass.settings import at_least
 from windlass.text.chat_template import ChatTemplate
 from windlass.tools.common.arrivals import Arrivals
-from windlass.tools.common.request_files import raise_problems, read_request_file
+from windlass.tools.common.jsonl import raise_problems
+from windlass.tools.common.request_files import read_request_file
 from windlass.tools.common.requests import Request, TextRequest
 from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Writer, measure_scale

@@ -21,7 +21,6 @@ from windlass.tools.common.texts import Writer
 _OUTPUT_KEYS = ("max_tokens", "output_tokens", "output_length", "output_len")
 _DEFAULT_OUTPUT = 128
 _HASH_TOKENS = 512  # tokens per entry of hash_ids in a trace without texts
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,6 @@ def read_request_file(
     if not made.requests and not made.problems:
         raise ConfigError(f"--dataset-path {path}: has no request.")
     return made
-
-
-def raise_problems(path: Path, problems: list[str]) -> None:
-    """Raise if the file has invalid lines."""
-    if problems:
-        shown = "\n  ".join(problems[:_SHOWN])
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ConfigError(
-            f"{path} has {len(problems)} invalid lines:\n  {shown}{more}\n"
-            "Fix them, or skip them with --skip-bad-lines."
-        )
 
 
 def _custom(path: Path, sizes: Sizes, writer: Writer, seed: str) -> RequestFile:

@@ -17,7 +17,7 @@ import torch
 from windlass.build import OpenModel
 from windlass.config import AUTO, CacheConfig, EngineConfig, Limits, SchedulerConfig, SpecConfig
 from windlass.core.card import Capacity
-from windlass.errors import ConfigError, UnsupportedError
+from windlass.errors import ConfigError, UnsupportedError, file_errors
 from windlass.layers.linear import Linear
 from windlass.models.card import open_checkpoint
 from windlass.models.network import block_size_of, kv_layout
@@ -301,8 +301,6 @@ def _read(path: Path) -> MeasuredSteps:
 
 
 def _write(path: Path, steps: MeasuredSteps) -> None:
-    try:
+    with file_errors(f"--step-costs {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(steps.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--step-costs {path}: {error.strerror or error}.") from error

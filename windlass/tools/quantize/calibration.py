@@ -17,7 +17,14 @@ from torch import Tensor
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import ConfigError, RequestError
 from windlass.text.chat_template import ChatTemplate
-from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
+from windlass.tools.common.jsonl import (
+    Messages,
+    check_messages,
+    parse_lines,
+    parse_object,
+    raise_problems,
+    read_bytes,
+)
 
 MIN_TOKENS = 8  # shorter texts are skipped
 DEFAULT_SAMPLES = 256
@@ -43,7 +50,7 @@ class SampleOptions:
 
     num_samples: int | None  # None: DEFAULT_SAMPLES, or all if there are fewer
     sample_tokens: int  # per text, from its start
-    skip_broken: bool
+    skip_bad_lines: bool
     seed: int
 
 
@@ -51,20 +58,14 @@ def calibrate(
     path: Path, options: SampleOptions, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
 ) -> Calibration:
     """Read, tokenize and choose samples. `template` is only called for conversations."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--calibration {path}: {error.strerror or error}.") from error
-    records, wrong = parse_lines(raw, read_record)
-    broken = [f"{path.name}, line {number}: {why}" for number, why in wrong]
+    raw = read_bytes(path, "--calibration")
+    records, invalid = parse_lines(raw, read_record)
+    problems = [f"line {number}: {why}" for number, why in invalid]
     notes = []
-    if broken:
-        if not options.skip_broken:
-            raise ConfigError(
-                f"{path}: {len(broken)} of {len(broken) + len(records)} lines are invalid. "
-                f"{'; '.join(broken[:3])}. Fix them, or use --skip-broken-lines."
-            )
-        notes.append(f"{len(broken)} invalid lines skipped, the first: {broken[0]}")
+    if not options.skip_bad_lines:
+        raise_problems(path, problems)
+    if problems:
+        notes.append(f"{len(problems)} invalid lines skipped, the first: {problems[0]}")
     if not records:
         raise ConfigError(
             f"--calibration {path}: holds no texts. Give JSONL with text or messages."

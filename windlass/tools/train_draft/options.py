@@ -39,7 +39,7 @@ class TrainOptions:
     time_limit: float | None = None
     batch_tokens: int | None = None
     save_every: int = 200
-    skip_broken: bool = False
+    skip_bad_lines: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

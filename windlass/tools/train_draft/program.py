@@ -79,7 +79,9 @@ def run(job: TrainJob, log: Log, *, on_progress: OnProgress, on_step: OnStep) ->
     prompts = None
     if job.data is not None:
         max_prompt = options.context - min(options.max_tokens, options.context // 2)
-        prompts = read_prompts(job.data, renderer, max_prompt, skip_broken=options.skip_broken)
+        prompts = read_prompts(
+            job.data, renderer, max_prompt, skip_bad_lines=options.skip_bad_lines
+        )
         for note in prompts.notes:
             log(f"{job.data}: {note}")
     model = fingerprint(hparams, open_checkpoint(opened.files, job.config.model))

@@ -12,7 +12,14 @@ from windlass.core.card import ModelCard
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError, RequestError
 from windlass.text.chat_template import ChatTemplate
-from windlass.tools.common.jsonl import Messages, check_messages, parse_lines, parse_object
+from windlass.tools.common.jsonl import (
+    Messages,
+    check_messages,
+    parse_lines,
+    parse_object,
+    raise_problems,
+    read_bytes,
+)
 
 _FIELDS = ("prompt", "messages", "text")
 _MAX_GENERATED = 96  # tokens of a prompt
@@ -64,20 +71,15 @@ class Renderer:
         return self.card.tokenizer.encode(before, add_special=False), after.strip()
 
 
-def read_prompts(path: Path, renderer: Renderer, max_tokens: int, *, skip_broken: bool) -> Prompts:
+def read_prompts(
+    path: Path, renderer: Renderer, max_tokens: int, *, skip_bad_lines: bool
+) -> Prompts:
     """Read, check and tokenise prompts; drop duplicates and prompts over `max_tokens`."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--data {path}: {error.strerror or error}.") from error
+    raw = read_bytes(path, "--data")
     found, invalid = parse_lines(raw, lambda line: _tokens(line, renderer))
-    broken = [f"line {number}: {why}" for number, why in invalid]
     reasons = Counter(why for _, why in invalid)
-    if broken and not skip_broken and found:
-        raise ConfigError(
-            f"--data {path}: {len(broken)} of {len(broken) + len(found)} lines cannot be used. "
-            f"{'; '.join(broken[:3])}. Correct them, or use --skip-broken-lines."
-        )
+    if found and not skip_bad_lines:
+        raise_problems(path, [f"line {number}: {why}" for number, why in invalid])
     short = [tokens for tokens in found if 0 < len(tokens) <= max_tokens]
     if len(short) < len(found):
         reason = f"empty, or of more than {max_tokens} tokens (--context)"
