@@ -118,16 +118,29 @@ def test_every_block_of_the_page_is_applied() -> None:
     assert text.count("```python\n") == len(_BLOCK.findall(text))
 
 
-def test_every_file_that_the_page_names_exists() -> None:
-    prose = re.sub(r"^```.*?^```$", "", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+@pytest.mark.parametrize("name", ["adding.md", "architecture.md", "words.md"])
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     known = [
         path.as_posix()
         for area in ("windlass", "tests")
         for path in (ROOT / area).rglob("*")
         if path.suffix in {".py", ".h", ".cpp"}
     ]
-    for name in re.findall(r"`([\w/]+\.(?:py|h|cpp))", prose):
-        assert any(path.endswith(f"/{name}") for path in known), name
+    for file in re.findall(r"`([\w/]+\.(?:py|h|cpp))", prose):
+        assert any(path.endswith(f"/{file}") for path in known), file
+
+
+def test_the_architecture_page_lists_every_package_and_module() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\b\w+(?:/|\.py)", text.partition("An arrow means")[0]))
+    own = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "windlass").iterdir()
+        if not path.name.startswith("__") and path.name != "py.typed"
+    }
+    assert own <= listed
 
 
 def test_a_model(package: Path, tmp_path: Path) -> None:
