@@ -20,7 +20,7 @@ from windlass.parallel_config import ParallelConfig as ParallelConfig
 from windlass.parallel_config import Role as Role
 from windlass.settings import DType as DType
 from windlass.settings import Quantization as Quantization
-from windlass.settings import at_least
+from windlass.settings import at_least, refuse_unused
 from windlass.settings import flag as flag
 from windlass.settings import option as option
 from windlass.settings import split_options as split_options
@@ -209,6 +209,8 @@ class CacheConfig:
                 raise ConfigError(f"{flag(name)} must be above 0 and finite, got {size:g}.")
         if self.prefix_cache_gb is not None and self.prefix_cache_dir is None:
             raise ConfigError("--prefix-cache-gb does nothing without --prefix-cache-dir DIR.")
+        if not self.prefix_caching:
+            refuse_unused(self, "--prefix-caching", "max_pinned_share")
         if self.has_tiers and not self.prefix_caching:
             raise ConfigError(
                 "--kv-offload-gb and --prefix-cache-dir extend the prefix cache. Leave out "
@@ -287,6 +289,8 @@ class SchedulerConfig:
                 raise ConfigError(
                     f"{flag(name)} must be at most {1000 * _MAX_TIMEOUT_S:g}, got {value:g}."
                 )
+        if self.batching != "static":
+            refuse_unused(self, "--batching static", "max_batch_size", "max_wait_ms")
         if self.slo_tpot_ms is not None and not self.enable_chunked_prefill:
             raise ConfigError(
                 "--slo-tpot-ms needs chunked prefill, since it limits the prompt tokens of a step. Drop "
@@ -608,6 +612,11 @@ class ServeConfig:
             raise ConfigError(
                 f"--record-share must be above 0 and at most 1, got {self.record_share}."
             )
+        if self.record_traffic is None:
+            refuse_unused(self, "--record-traffic FILE", "record_share", "record_max_bytes")
+        if self.data_dir is None:
+            files = ("max_file_bytes", "max_data_bytes", "max_num_batch_reqs")
+            refuse_unused(self, "--data-dir FOLDER", *files)
         if self.log_bodies and not self.logs_requests:
             raise ConfigError("--log-bodies does nothing with --no-enable-log-requests.")
         for root in self.lora_root:
@@ -617,6 +626,8 @@ class ServeConfig:
             raise ConfigError("--lora-root does nothing without --admin-key KEY.")
         if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
             raise ConfigError(f"--uds-mode is octal, such as 660; got {self.uds_mode!r}.")
+        if self.uds is None:
+            refuse_unused(self, "--uds PATH", "uds_mode")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together: give both.")
         for name in ("ssl_ca_certs", "enable_ssl_refresh"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windlass.errors import ConfigError
-from windlass.settings import at_least, flag, option
+from windlass.settings import at_least, flag, option, refuse_unused
 
 Role = Literal["both", "prefill", "decode"]
 DistributedBackend = Literal["auto", "nccl", "gloo"]
@@ -189,11 +189,14 @@ class ParallelConfig:
 
     def _check_role(self) -> None:
         role = f"--role {self.role}"
-        for name, needed in (("prefill_listen", "prefill"), ("prefill_servers", "decode")):
-            if self._is_set(name) and self.role != needed:
-                raise ConfigError(f"{flag(name)} does nothing without --role {needed}.")
-        if self._is_set("kv_transfer_timeout") and self.role != "decode":
-            raise ConfigError("--kv-transfer-timeout does nothing without --role decode.")
+        if self.role != "prefill":
+            refuse_unused(self, "--role prefill", "prefill_listen")
+            if not self.prefill_replicas:
+                refuse_unused(self, "--prefill-replicas or --role prefill", "kv_transfer_gb")
+        if self.role != "decode":
+            refuse_unused(self, "--role decode", "prefill_servers", "kv_transfer_timeout")
+            if not self.prefill_replicas:
+                refuse_unused(self, "--prefill-replicas or --role decode", "min_prefill_tokens")
         if self.role == "both":
             return
         if self.nnodes > 1:
@@ -221,18 +224,14 @@ class ParallelConfig:
                 f"--prefill-servers names a server twice: {', '.join(self.prefill_addresses)}."
             )
 
-    def _is_set(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
-
     def _check_nodes(self) -> None:
-        for name in ("node_rank", "master_addr", "master_port", "node_timeout"):
-            if self.nnodes == 1 and self._is_set(name):
-                raise ConfigError(f"{flag(name)} does nothing without --nnodes.")
-        for name in ("cluster_secret", "cluster_secret_file"):
-            if self.nnodes == 1 and self.role == "both" and self._is_set(name):
-                raise ConfigError(
-                    f"{flag(name)} does nothing without --nnodes, --role prefill or --role decode."
-                )
+        if self.nnodes == 1:
+            refuse_unused(
+                self, "--nnodes", "node_rank", "master_addr", "master_port", "node_timeout"
+            )
+            if self.role == "both":
+                needed = "--nnodes, --role prefill or --role decode"
+                refuse_unused(self, needed, "cluster_secret", "cluster_secret_file")
         if self.cluster_secret is not None and self.cluster_secret_file is not None:
             raise ConfigError(
                 "--cluster-secret (or $WINDLASS_CLUSTER_SECRET) and --cluster-secret-file are both "

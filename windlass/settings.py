@@ -41,6 +41,19 @@ def at_least(owner: object, low: float, *names: str) -> None:
             raise ConfigError(f"{flag(name)} must be at least {low:g}, got {value!r}.")
 
 
+def is_set(owner: object, name: str) -> bool:
+    """Whether a field of `owner` differs from its default."""
+    (default,) = (each.default for each in fields(type(owner)) if each.name == name)  # type: ignore[arg-type]
+    return bool(getattr(owner, name) != default)
+
+
+def refuse_unused(owner: object, needed: str, *names: str) -> None:
+    """Raise ConfigError if a field of `owner` is set, whose effect needs another option."""
+    for name in names:
+        if is_set(owner, name):
+            raise ConfigError(f"{flag(name)} does nothing without {needed}.")
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 

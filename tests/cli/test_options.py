@@ -15,7 +15,7 @@ from windlass.cli.command import register
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS, options_of, parse_size
 from windlass.cli.sampling import SAMPLING_OPTIONS, WITHOUT_FLAG
-from windlass.config import option
+from windlass.config import ServeConfig, option
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError
 
@@ -34,6 +34,25 @@ from windlass.errors import ConfigError
 )
 def test_sizes_have_units(text: str | int, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"record_share": 0.5}, "--record-traffic FILE"),
+        ({"record_max_bytes": 1000}, "--record-traffic FILE"),
+        ({"max_file_bytes": 1000}, "--data-dir FOLDER"),
+        ({"max_data_bytes": 1000}, "--data-dir FOLDER"),
+        ({"max_num_batch_reqs": 2}, "--data-dir FOLDER"),
+        ({"uds_mode": "660"}, "--uds PATH"),
+    ],
+)
+def test_an_option_without_effect_is_an_error(given: dict[str, object], needed: str) -> None:
+    (name,) = given
+    with pytest.raises(
+        ConfigError, match=f"--{name.replace('_', '-')} does nothing without {needed}"
+    ):
+        ServeConfig(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4G", "-1MiB", "4 GiBs", "1e9"])

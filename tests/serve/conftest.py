@@ -57,10 +57,10 @@ class Server:
     def complete(self, **body: object) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "Hi", **body})
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, headers: dict[str, str] | None = None, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
         total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
+        for line in self.http.get("/metrics", headers=headers).text.splitlines():
             head, _, value = line.rpartition(" ")
             matches = all(f'{key}="{text}"' in head for key, text in labels.items())
             if head.partition("{")[0] == f"windlass:{name}" and matches:

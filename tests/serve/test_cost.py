@@ -100,6 +100,9 @@ def test_cached_tokens_show_as_saved(priced: Server) -> None:
     assert second["cost_details"]["saved_usd"] > 0
 
 
+BOSS = {"Authorization": "Bearer boss"}
+
+
 def cost(server: Server, key: str) -> dict:
     return server.http.get("/cost", headers={"Authorization": f"Bearer {key}"}).json()
 
@@ -117,7 +120,8 @@ def test_keys_have_their_own_sums(priced: Server) -> None:
     # Only an admin key sees the costs of other keys and of the whole server.
     assert sorted(cost(priced, "two")) == ["by_key", "price_per_hour"]
     assert cost(priced, "boss")["usd"]["total"] > paid
-    assert priced.metric("cost_usd_by_key_total", key=mine[0]) == pytest.approx(paid)
+    found = priced.metric("cost_usd_by_key_total", BOSS, key=mine[0])
+    assert found == pytest.approx(paid)
 
 
 def test_the_metrics_add_up(priced: Server) -> None:
@@ -133,7 +137,7 @@ def test_the_metrics_add_up(priced: Server) -> None:
     def settled() -> bool:
         """The engine's stats arrive up to 0.25 s after the traces."""
         busy = sum(priced.metric("cost_usd_total", phase=name) for name in ("prefill", "decode"))
-        return busy == pytest.approx(priced.metric("cost_usd_by_key_total"))
+        return busy == pytest.approx(priced.metric("cost_usd_by_key_total", BOSS))
 
     wait_until(settled)
     summary = cost(priced, "boss")

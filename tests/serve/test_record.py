@@ -78,7 +78,9 @@ def test_recording_stops_at_the_size_limit(
 
 
 def test_the_recorded_share_depends_on_the_id(tmp_path: Path) -> None:
-    config = LiveConfig(ServeConfig(record_share=0.25, record_max_bytes=1000))
+    config = LiveConfig(
+        ServeConfig(record_traffic="traffic", record_share=0.25, record_max_bytes=1000)
+    )
     recorder = Recorder(tmp_path / "t.jsonl", config, Bytes())
     chosen = [recorder.chooses(f"cmpl-{i}") for i in range(4000)]
     recorder.close()

@@ -27,8 +27,9 @@ def tenants_of(text: str) -> set[str]:
 
 
 def test_tenants_of_all_workers_have_their_own_counts_up_to_a_limit() -> None:
-    with running(http_workers=2, api_key=KEYS, max_metric_tenants=2) as server:
-        server.http.headers["Authorization"] = f"Bearer {KEYS[0]}"
+    options = {"api_key": KEYS, "admin_key": ("boss",), "max_metric_tenants": 2}
+    with running(http_workers=2, **options) as server:  # type: ignore[arg-type]
+        server.http.headers["Authorization"] = "Bearer boss"
         for key in KEYS:
             assert [send(server, key) for _ in range(3)] == [200] * 3
             assert send(server, key, temperature=-1) == 400

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -215,6 +216,20 @@ def test_an_admin_that_changes_its_own_key_gets_an_answer(
     assert "second (key second-1) changed keys of tenant second" in caplog.text
     assert server.http.get("/v1/models", headers=bearer("second")).status_code == 401
     assert server.http.get("/v1/models", headers=bearer("second again")).status_code == 200
+
+
+def test_metrics_show_a_tenant_nothing_of_others(server: Server) -> None:
+    def labels(key: str) -> set[tuple[str, str]]:
+        text = server.http.get("/metrics", headers=bearer(key)).text
+        assert "windlass:requests_received_total" in text
+        return set(re.findall(r'(tenant|key|max_lora)="([^"]*)"', text))
+
+    for name in ("shop", "other"):
+        assert complete(server, name).status_code == 200
+    both = {(label, name) for label in ("tenant", "key") for name in ("shop", "other")}
+    wait_until(lambda: both < labels("boss"))
+    assert labels("shop") == {("tenant", "shop"), ("key", "shop")}
+    assert labels("other") == {("tenant", "other"), ("key", "other")}
 
 
 def test_tenants_share_no_cached_prefix(server: Server) -> None:

@@ -25,6 +25,15 @@ DECODE = {"role": "decode", "prefill_servers": "127.0.0.1:1"}
         ({"prefill_servers": "a:1"}, "--prefill-servers does nothing without --role decode"),
         ({"prefill_listen": "a:1"}, "--prefill-listen does nothing without --role prefill"),
         ({"kv_transfer_timeout": 3.0}, "--kv-transfer-timeout does nothing without --role decode"),
+        ({"kv_transfer_gb": 3.0}, "does nothing without --prefill-replicas or --role prefill"),
+        ({**DECODE, "kv_transfer_gb": 3.0}, "--kv-transfer-gb does nothing without"),
+        ({"min_prefill_tokens": 5}, "does nothing without --prefill-replicas or --role decode"),
+        (
+            {"max_pinned_share": 0.1, "prefix_caching": False},
+            "does nothing without --prefix-caching",
+        ),
+        ({"max_batch_size": 4}, "--max-batch-size does nothing without --batching static"),
+        ({"max_wait_ms": 5.0}, "--max-wait-ms does nothing without --batching static"),
         ({**DECODE, "kv_transfer_timeout": 0.0}, "--kv-transfer-timeout must be above 0"),
         ({**DECODE, "prefill_servers": "a"}, "--prefill-servers must be HOST:PORT, got 'a'"),
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
@@ -27,6 +27,27 @@ def add_up(samples: Iterable[MetricSample]) -> list[MetricSample]:
         value = sample.value + (sums[key].value if key in sums else 0.0)
         sums[key] = MetricSample(sample.name, sample.labels, value)
     return list(sums.values())
+
+
+_ADAPTERS = "running_lora_adapters"
+
+
+class TenantView(CollectorRegistry):
+    """Shows `registry` without the samples of other tenants, and without adapters, which may be theirs."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        super().__init__()
+        self._registry = registry
+        self._tenant = tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [each for each in metric.samples if self._may_see(each.labels)]
+            yield metric
+
+    def _may_see(self, labels: Mapping[str, str]) -> bool:
+        owners = {labels[name] for name in ("tenant", "key") if name in labels}
+        return owners <= {self._tenant} and _ADAPTERS not in labels
 
 
 class MergedRegistry(CollectorRegistry):

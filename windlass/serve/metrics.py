@@ -21,7 +21,7 @@ from windlass.core.types import EngineStats, Timeline
 from windlass.serve.connections import Connections
 from windlass.serve.engine_metrics import COUNTS, EngineFamilies, EngineMetrics, EngineState
 from windlass.serve.fast_histogram import FastHistogram
-from windlass.serve.metric_samples import MergedRegistry, MetricSample
+from windlass.serve.metric_samples import MergedRegistry, MetricSample, TenantView
 from windlass.serve.tenant_metrics import TenantMetrics
 from windlass.serve.vllm_metrics import PREFIX, MetricsPrefix, Naming
 
@@ -210,12 +210,18 @@ class Metrics:
         )
         return histogram.labels(self._model_name)
 
-    def render(self, engines_up: Sequence[bool], sleep_level: int = 0) -> bytes:
-        """The exposition; `engines_up`: whether each replica is healthy."""
+    def render(
+        self, engines_up: Sequence[bool], sleep_level: int = 0, tenant: str | None = None
+    ) -> bytes:
+        """The exposition; `engines_up`: whether each replica is healthy.
+
+        `tenant`: without the samples of other tenants; None: all.
+        """
         self._refresh(engines_up, sleep_level)
         for model, models_up in self._models:
             model._refresh(models_up(), sleep_level)
-        return generate_latest(self._naming.apply(self._all()))
+        shown = self._all() if tenant is None else TenantView(self._all(), tenant)
+        return generate_latest(self._naming.apply(shown))
 
     def _refresh(self, engines_up: Sequence[bool], sleep_level: int) -> None:
         """Set the gauges that are read, not counted."""

@@ -207,10 +207,14 @@ class Operations:
     async def version(self) -> Response:
         return reply({"version": __version__})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        """All metrics; for a tenant's key without those of other tenants."""
+        keys = self._services.keys
+        sender = keys.tenant_of(request)
+        owner = sender.name if keys.are_needed and not sender.admin else None
         await self._services.metrics.refresh_workers()
         up = [replica.health().ok for replica in self._services.client.replicas]
-        body = self._services.metrics.render(up, self._services.sleeper.level)
+        body = self._services.metrics.render(up, self._services.sleeper.level, owner)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     async def load(self) -> Response:
