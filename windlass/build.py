@@ -36,8 +36,8 @@ from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
 from windlass.core.make_scheduler import DraftLimits, make_scheduler
-from windlass.core.scheduler import Scheduler
-from windlass.core.speculation.planner import DraftPlanner, make_draft_planner
+from windlass.core.scheduler import Scheduler, SchedulerParts
+from windlass.core.speculation.planner import DraftPlanner, NoDrafts, make_draft_planner
 from windlass.engine import Engine
 from windlass.errors import ConfigError, EngineError
 from windlass.machine.topology import CpuSlot
@@ -290,10 +290,16 @@ def _finish(
             lookahead_after_drafts=rank.speculation.lookahead_after_drafts,
             drop_drafts_below=made.runner.max_mixed_tokens,
         ),
-        adapters=None if adapters is None else Adapters(rank.config.lora.max_loras, adapters.store),
-        grammars=rank.grammars,
-        drafts=drafts,
-        tiers=rank.tiers,
+        parts=SchedulerParts(
+            adapters=(
+                Adapters()
+                if adapters is None
+                else Adapters(rank.config.lora.max_loras, adapters.store)
+            ),
+            grammars=rank.grammars,
+            drafts=drafts or NoDrafts(),
+            tiers=rank.tiers,
+        ),
     )
     adapter_memory = {} if adapters is None else {"adapters": adapters.bank.num_bytes}
     report = EngineReport(

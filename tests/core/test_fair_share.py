@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
+from tests.core.schedulers import make_scheduler
 from windlass.core.blocks import BlockPool
 from windlass.core.fair_share import OUTPUT_COST, PROMPT_COST
 from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
-from windlass.core.policy import Priority
+from windlass.core.policy import Fcfs, Priority
 from windlass.core.sampling import SamplingParams
-from windlass.core.scheduler import Scheduler
 from windlass.core.trace import SEQUENCES, TENANTS
 from windlass.core.types import (
     BATCH_PRIORITY,
@@ -45,7 +45,7 @@ class Sim:
             layout=KVLayout.unsized(16),
             num_blocks=self.num_blocks,
         )
-        self.scheduler = Scheduler(limits, BlockPool(self.num_blocks), **self.options)
+        self.scheduler = make_scheduler(limits, BlockPool(self.num_blocks), **self.options)
         self.now = 0.0
         self.arrivals: list[tuple[float, NewRequest]] = []
         self.arrived: dict[str, float] = {}
@@ -180,7 +180,7 @@ def test_random_arrivals_are_all_served(seed: int) -> None:
         max_num_seqs=rng.choice([1, 2, 8]),
         budget=rng.choice([16, 128]),
         num_blocks=rng.choice([260, 1000]),
-        options={"policy": rng.choice([None, Priority()])},
+        options={"policy": rng.choice([Fcfs(), Priority()])},
     )
     names = []
     for _ in range(60):

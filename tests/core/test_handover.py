@@ -11,7 +11,7 @@ from windlass.core.handover import HandedBlocks, PeerRecord, Transfers
 from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
-from windlass.core.scheduler import Scheduler
+from windlass.core.scheduler import Scheduler, SchedulerOptions
 from windlass.core.types import NewRequest, Output, RowResult, StepResult
 from windlass.errors import RequestError
 
@@ -26,7 +26,7 @@ def make_scheduler() -> Scheduler:
         layout=KVLayout.unsized(4),
         num_blocks=64,
     )
-    return Scheduler(limits, BlockPool(64), eos_ids=(STOP,))
+    return Scheduler(limits, BlockPool(64), SchedulerOptions(eos_ids=(STOP,)))
 
 
 def run(scheduler: Scheduler, request: NewRequest, token_at: dict[int, int]) -> list[Output]:

@@ -12,7 +12,7 @@ from windlass.core.blocks import BlockPool
 from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.request import Request
-from windlass.core.scheduler import Scheduler
+from windlass.core.scheduler import Scheduler, SchedulerParts
 from windlass.core.slo import NO_LIMITS, SloController, SloTargets, StepTimes
 from windlass.core.trace import BLOCKERS, SLO
 from windlass.core.types import RowResult, SloStats, StepResult
@@ -42,7 +42,7 @@ class Device:
             layout=KVLayout.unsized(16),
             num_blocks=20_000,
         )
-        self.scheduler = Scheduler(limits, BlockPool(20_000), slo=self.slo)
+        self.scheduler = Scheduler(limits, BlockPool(20_000), parts=SchedulerParts(slo=self.slo))
         self.now, self.slower = 0.0, 1.0
         self.step_s = (0.010, 0.001, 0.0002)
         self.steps: list[float] = []

@@ -12,11 +12,11 @@ from random import Random
 from typing import NamedTuple
 
 from tests.core.fake_tiers import FakeStores
+from tests.core.schedulers import make_scheduler
 from windlass.core.blocks import BlockPool
 from windlass.core.kv_layout import KVGroup, KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.sampling import SamplingParams
-from windlass.core.scheduler import Scheduler
 from windlass.core.types import (
     NO_BLOCK,
     NewRequest,
@@ -246,7 +246,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.limits.num_blocks, self.caching)
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             self.limits, self.pool, eos_ids=(EOS,), caching=self.caching, **self.options
         )
         self.runner = FakeRunner(

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.schedulers import make_scheduler
 from tests.core.world import make_layout
 from tests.kernels.conftest import Check
 from tests.parallel.stages import Line
@@ -30,7 +31,6 @@ from windlass.core.limits import SchedulerLimits
 from windlass.core.pooling import PoolingParams
 from windlass.core.reasoning import ReasoningPhase
 from windlass.core.sampling import SamplingParams
-from windlass.core.scheduler import Scheduler
 from windlass.core.types import (
     GrammarFailure,
     NewRequest,
@@ -448,7 +448,7 @@ def generate(
         lookahead_after_drafts=4,
         num_stages=num_stages,
     )
-    scheduler = Scheduler(limits, BlockPool(num_blocks), caching=False, grammars=Ready())
+    scheduler = make_scheduler(limits, BlockPool(num_blocks), caching=False, grammars=Ready())
     engine = Engine(scheduler, runner, overlap=overlap)
     random, found = Random(3), {}
     for i in range(prompts):

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests.core.schedulers import make_scheduler
 from windlass.config import GrammarConfig, SchemaStrictness
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity, EngineReport, MemoryPart, MemoryReport, ModelCard
 from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
-from windlass.core.scheduler import Scheduler
 from windlass.core.types import Row, RowResult, SlotInit, StepPlan, StepResult, TokenLogprob
 from windlass.engine import Engine
 from windlass.errors import CheckpointError
@@ -186,7 +186,7 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
     )
     grammars = GrammarCompiler(GrammarBackend(Bytes, VOCAB, grammar), grammar)
     pool = BlockPool(options.num_blocks)
-    scheduler = Scheduler(limits, pool, eos_ids=(EOS,), grammars=grammars)
+    scheduler = make_scheduler(limits, pool, eos_ids=(EOS,), grammars=grammars)
     report = EngineReport(
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from tests.core.schedulers import make_scheduler
 from tests.serve.conftest import running, wait_until
 from tests.serve.fakes import CARD, Options, counting
 from windlass.core.blocks import BlockPool
@@ -16,7 +17,6 @@ from windlass.core.kv_layout import KVLayout
 from windlass.core.limits import SchedulerLimits
 from windlass.core.policy import Fcfs, Policy, Priority
 from windlass.core.sampling import SamplingParams
-from windlass.core.scheduler import Scheduler
 from windlass.core.types import PROBE_PRIORITY, EngineStats, NewRequest, Output
 from windlass.errors import WorkerDied
 from windlass.serve.probe import GenerateProbe
@@ -135,7 +135,7 @@ def test_a_probe_goes_first_under_every_policy(policy: Policy) -> None:
         layout=KVLayout.unsized(16),
         num_blocks=8,
     )
-    scheduler = Scheduler(limits, BlockPool(8), policy=policy)
+    scheduler = make_scheduler(limits, BlockPool(8), policy=policy)
     priorities: dict[str, int] = {"first": 0, "urgent": -(2**31) + 1, "probe": PROBE_PRIORITY}
     for name, priority in priorities.items():
         scheduler.add(NewRequest(name, [1], SamplingParams(), priority=priority), now=0.0)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.config import EngineConfig, Limits
-from windlass.core.adapters import Adapters
 from windlass.core.blocks import BlockPool
 from windlass.core.card import Capacity
-from windlass.core.grammars import Grammars
 from windlass.core.limits import SchedulerLimits, SloTimes
 from windlass.core.policy import Continuous, Fcfs, Gate, Policy, Priority, Static
-from windlass.core.scheduler import Scheduler
+from windlass.core.scheduler import Scheduler, SchedulerOptions, SchedulerParts
 from windlass.core.slo import make_slo
-from windlass.core.speculation.planner import DraftPlanner
-from windlass.core.tiers import TierStores
 
 _POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
@@ -36,12 +32,9 @@ def make_scheduler(
     eos_ids: tuple[int, ...] = (),
     why_not_batch_invariant: str | None = None,
     draft_limits: DraftLimits | None = None,
-    adapters: Adapters | None = None,
-    grammars: Grammars | None = None,
-    drafts: DraftPlanner | None = None,
-    tiers: TierStores | None = None,
+    parts: SchedulerParts | None = None,
 ) -> Scheduler:
-    """Make the scheduler for a config. Needs no model."""
+    """Make the scheduler for a config, which chooses its policy, gate and SLO. Needs no model."""
     settings = config.scheduler
     draft_limits = draft_limits or DraftLimits()
     scheduler_limits = SchedulerLimits(
@@ -59,22 +52,21 @@ def make_scheduler(
         num_stages=config.parallel.pipeline_parallel_size,
     )
     times = SloTimes.of(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
-    return Scheduler(
-        scheduler_limits,
-        BlockPool(capacity.num_blocks, config.cache.prefix_caching),
+    options = SchedulerOptions(
         eos_ids=eos_ids,
-        policy=_POLICIES[settings.scheduling_policy](),
-        gate=_gate(config),
         caching=config.cache.prefix_caching,
         seed=config.model.seed,
-        adapters=adapters,
-        grammars=grammars,
-        drafts=drafts,
-        slo=make_slo(times, scheduler_limits),
         fair_share=settings.fair_share,
-        tiers=tiers,
         max_pinned_share=config.cache.max_pinned_share,
     )
+    chosen = replace(
+        parts or SchedulerParts(),
+        policy=_POLICIES[settings.scheduling_policy](),
+        gate=_gate(config),
+        slo=make_slo(times, scheduler_limits),
+    )
+    pool = BlockPool(capacity.num_blocks, config.cache.prefix_caching)
+    return Scheduler(scheduler_limits, pool, options, chosen)
 
 
 def _gate(config: EngineConfig) -> Gate:

@@ -12,7 +12,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from windlass.core.accounting import StepAccounting, blocker_of
@@ -60,6 +60,30 @@ def _one(_: Request) -> int:
     return 1
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Plain settings of a scheduler."""
+
+    eos_ids: tuple[int, ...] = ()
+    caching: bool = True  # use the prefix cache
+    seed: int = 0  # of requests without a seed
+    fair_share: bool = True  # between tenants
+    max_pinned_share: float = 0.25  # of the blocks, for named prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """The objects that a scheduler asks. A part belongs to one scheduler."""
+
+    policy: Policy = field(default_factory=Fcfs)
+    gate: Gate = field(default_factory=Continuous)
+    adapters: Adapters = field(default_factory=Adapters)
+    grammars: Grammars = field(default_factory=NoGrammars)
+    drafts: DraftPlanner | NoDrafts = field(default_factory=NoDrafts)
+    slo: SloController | NoSlo = field(default_factory=NoSlo)
+    tiers: TierStores | None = None
+
+
 class Scheduler:
     """Owns the requests and their KV blocks. Not thread-safe."""
 
@@ -67,30 +91,21 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         pool: BlockPool,
-        eos_ids: tuple[int, ...] = (),
-        policy: Policy | None = None,
-        gate: Gate | None = None,
-        caching: bool = True,
-        seed: int = 0,
-        adapters: Adapters | None = None,
-        grammars: Grammars | None = None,
-        drafts: DraftPlanner | NoDrafts | None = None,
-        slo: SloController | NoSlo | None = None,
-        fair_share: bool = True,
-        tiers: TierStores | None = None,
-        max_pinned_share: float = 0.25,
+        options: SchedulerOptions = SchedulerOptions(),  # noqa: B008 - frozen
+        parts: SchedulerParts | None = None,
     ) -> None:
+        parts = parts or SchedulerParts()
         self._limits = limits
-        self._eos_ids = frozenset(eos_ids)
-        self._policy = policy or Fcfs()
-        self._gate = gate or Continuous()
-        self._is_continuous = isinstance(self._gate, Continuous)
-        self._random = Random(seed)
-        self.adapters = adapters or Adapters()
-        self.grammars: Grammars = grammars or NoGrammars()
-        self._drafts = drafts or NoDrafts()
+        self._eos_ids = frozenset(options.eos_ids)
+        self._policy = parts.policy
+        self._gate = parts.gate
+        self._is_continuous = isinstance(parts.gate, Continuous)
+        self._random = Random(options.seed)
+        self.adapters = parts.adapters
+        self.grammars = parts.grammars
+        self._drafts = parts.drafts
         self._predictions = Predictions()
-        self._slo: SloController | NoSlo = slo or NoSlo()
+        self._slo = parts.slo
         self._deadlines = Deadlines()
         self._stuck_for = ADAPTER  # the blocker that all queued requests have in common
         # Requests that failed, or ended at their deadline, while the last plan was made.
@@ -98,8 +113,8 @@ class Scheduler:
         # Requests that ended after their first token, and the keys of their prompt, until they are taken.
         self.handed_over: list[tuple[str, list[bytes]]] = []
         self._requests: dict[str, Request] = {}
-        self._fair = FairShare(limits.max_num_batched_tokens, enabled=fair_share)
-        self._waiting = WaitingQueue(self._policy, by_tenant=fair_share)
+        self._fair = FairShare(limits.max_num_batched_tokens, enabled=options.fair_share)
+        self._waiting = WaitingQueue(self._policy, by_tenant=options.fair_share)
         # In policy order, with tenants taking turns: the last one is preempted first.
         self._running: list[Request] = []
         self._slots = deque(SlotId(i) for i in range(limits.max_num_seqs))
@@ -113,19 +128,19 @@ class Scheduler:
         self._num_arrivals = 0
         self._count = EngineStats()
         self.accounting = StepAccounting()
-        self._allocator = KVAllocator(limits, pool, caching)
+        self._allocator = KVAllocator(limits, pool, options.caching)
         self.tiers = (
             NoTiers()
-            if tiers is None
-            else Tiers(tiers, self._allocator, limits=limits, rates=self._rates)
+            if parts.tiers is None
+            else Tiers(parts.tiers, self._allocator, limits=limits, rates=self._rates)
         )
         self.pins = PinnedPrefixes(
             limits,
             self._allocator,
             self.adapters,
             tiers=self.tiers,
-            caching=caching,
-            max_share=max_pinned_share,
+            caching=options.caching,
+            max_share=options.max_pinned_share,
         )
 
     # ---- requests in and out -----------------------------------------------------------------
