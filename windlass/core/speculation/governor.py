@@ -49,11 +49,20 @@ class _Schedules:
 
 
 # With a patience of 1 for probes: -0.5 %, and -17 % for accepted drafts of n-grams.
-_MANY_REQUESTS = _Schedules(BackoffSchedule(16, 16, 512), BackoffSchedule(1, 16, 512))
+_MANY_REQUESTS = _Schedules(
+    probes=BackoffSchedule(patience=16, first=16, max_wait=512),
+    trials=BackoffSchedule(patience=1, first=16, max_wait=512),
+)
 # With 512 for probes: -0.1 %, and -6 % where acceptance returns late.
-_FEW_REQUESTS = _Schedules(BackoffSchedule(16, 16, 64), BackoffSchedule(1, 16, 512))
+_FEW_REQUESTS = _Schedules(
+    probes=BackoffSchedule(patience=16, first=16, max_wait=64),
+    trials=BackoffSchedule(patience=1, first=16, max_wait=512),
+)
 # With the probes of few requests: -0.06 %, and -4 % where acceptance returns late.
-_FEW_REQUESTS_FREE = _Schedules(BackoffSchedule(16, 8, 8), BackoffSchedule(1, 16, 128))
+_FEW_REQUESTS_FREE = _Schedules(
+    probes=BackoffSchedule(patience=16, first=8, max_wait=8),
+    trials=BackoffSchedule(patience=1, first=16, max_wait=128),
+)
 
 
 @dataclass(frozen=True, slots=True)

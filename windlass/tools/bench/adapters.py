@@ -92,7 +92,8 @@ def _compare(
         adapted = [
             replace(request, adapter=name) for request, name in zip(requests, chosen, strict=True)
         ]
-        base, own = (_speed(run_all(built.engine, each), decode) for each in (requests, adapted))
+        runs = (run_all(built.engine, each) for each in (requests, adapted))
+        base, own = (_decode_speed(run) if decode else run.tok_s for run in runs)
         built.engine.reset_prefix_cache()
         pairs.append((base, own))
     base, own = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
@@ -133,11 +134,9 @@ def _usd_per_tenant(price: float | None, machines: int) -> float | None:
     return None if price is None else round(price * machines / _TENANTS, 4)
 
 
-def _speed(run: EngineRun, decode: bool) -> float:
-    if decode:
-        assert run.window is not None  # all requests of these workloads decode together
-        return run.window.tok_s
-    return run.num_output / run.duration
+def _decode_speed(run: EngineRun) -> float:
+    assert run.window is not None  # all requests of these workloads decode together
+    return run.window.tok_s
 
 
 def _write(folder: Path, hparams: HParams, seed: int) -> Path:

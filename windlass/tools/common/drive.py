@@ -86,6 +86,11 @@ class EngineRun:
         return sum(timing.num_output for timing in self.timings)
 
     @property
+    def tok_s(self) -> float:
+        """Output tokens per second of the whole run."""
+        return self.num_output / self.duration
+
+    @property
     def num_prompt(self) -> int:
         return sum(timing.num_prompt for timing in self.timings)
 
@@ -109,7 +114,7 @@ class EngineRun:
         figures: dict[str, Any] = {
             "requests": len(self.timings),
             "seconds": round(seconds, 3),
-            "output_tok_s": round(num_output / seconds, 2),
+            "output_tok_s": round(self.tok_s, 2),
             "prompt_tok_s": round(num_prompt / seconds, 2),
             "total_tok_s": round((num_prompt + num_output) / seconds, 2),
             "requests_s": round(len(self.timings) / seconds, 3),

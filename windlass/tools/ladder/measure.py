@@ -155,8 +155,7 @@ class Bench:
         assert self._baseline is not None
         count = _BASELINE_TOKENS[self._weights.device.type]
         requests = [Request([1 + row] * _BASELINE_PROMPT, count) for row in range(_BASELINE_ROWS)]
-        run = run_all(self._baseline, requests)
-        return run.num_output / run.duration
+        return run_all(self._baseline, requests).tok_s
 
     def _warm_up(self, built: Built, loads: Mapping[str, LadderLoad]) -> None:
         """Run every batch size once, since a step is captured for each.
