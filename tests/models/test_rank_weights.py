@@ -179,6 +179,6 @@ def test_weights_that_do_not_fit_name_the_number_of_devices(
     )
     checkpoint = open_checkpoint(resolve(config.model), config.model)
     for memory, end in ((0.9 * whole, "2: --tensor-parallel-size 2 "), (1, "not even 64 such")):
-        monkeypatch.setattr("windlass.runner.device.whole_bytes", lambda _, m=memory: int(m))
+        monkeypatch.setattr("windlass.runner.load.whole_bytes", lambda _, m=memory: int(m))
         with pytest.raises(ConfigError, match=f"the weights do not fit.*{end}"):
             load_network(config, hparams, checkpoint)

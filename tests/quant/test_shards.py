@@ -264,7 +264,8 @@ def rank_logits(folder: Path, size: int, **options: Any) -> tuple[Tensor, list[T
     for group in thread_groups(size):
         network = make(group)
         load(network, checkpoint, CPU)
-        shards.append(replace(whole, network=network))
+        parts = replace(whole.parts, mesh=Mesh(tp=group))
+        shards.append(replace(whole, network=network, parts=parts))
     calls = [lambda shard=shard: logits(shard) for shard in shards]
     return logits(whole), in_threads(calls)
 

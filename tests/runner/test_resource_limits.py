@@ -11,7 +11,7 @@ from tests.runner.test_deterministic import CONFIG
 from windlass import LLM
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
-from windlass.runner import device
+from windlass.runner import device, program
 
 MIB = 2**20
 
@@ -61,7 +61,8 @@ def test_memory_of_steps_is_counted_with_the_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages of a new cache are not touched yet, so that the system still calls them free."""
-    monkeypatch.setattr(device, "free_bytes", lambda _device: 100 * MIB)
+    for module in (device, program):
+        monkeypatch.setattr(module, "free_bytes", lambda _device: 100 * MIB)
     cache = {"kv_cache_memory_bytes": 100 * MIB - 1024}
     with pytest.raises(ConfigError, match="beside the KV cache"):
         LLM(str(folder), load_format="dummy", device="cpu", **cache)

@@ -66,7 +66,7 @@ def test_streams_continue_while_a_grammar_compiles() -> None:
             )
             assert formed.choices[0].message.content.isdigit()
             assert not hostile.done(), "it is still being compiled"
-            assert metric(server, "grammar_requests_waiting") == 1
+            wait_until(lambda: metric(server, "grammar_requests_waiting") == 1)
         with pytest.raises(openai.APIError):
             hostile.result()
 

@@ -21,7 +21,7 @@ from windlass.tools.ladder.rungs import all_rungs, choose, make_variants
 from windlass.tools.ladder.weights import LadderWeights, WeightInputs
 from windlass.tools.ladder.workload import WorkloadMix
 
-RUNGS = all_rungs("int8", {"spec": "ngram"})
+RUNGS = all_rungs("int8", spec={"spec": "ngram"}, static={"batching": "static"})
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
 

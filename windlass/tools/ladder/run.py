@@ -41,6 +41,9 @@ _ON_GPU = {
 }
 
 
+_STATIC_OPTIONS = ("max_batch_size", "max_wait_ms")  # of static batching alone
+
+
 @dataclass(frozen=True, slots=True)
 class LadderConfig:
     """What to measure, and the output file."""
@@ -62,6 +65,15 @@ class LadderConfig:
             raise ConfigError("--spec none: exclude the rung with --rungs instead.")
         return {"spec": "ngram", **given}
 
+    def static(self) -> dict[str, Any]:
+        """The options of the rung with static batching, which only it has."""
+        given = {k: v for k, v in self.options.items() if k in _STATIC_OPTIONS}
+        return {"batching": "static", **given}
+
+    def common(self) -> dict[str, Any]:
+        """The options of all rungs."""
+        return {k: v for k, v in self.options.items() if k not in _STATIC_OPTIONS}
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -77,18 +89,19 @@ class Ladder:
     def __init__(self, config: LadderConfig, log: Log) -> None:
         self._config = config
         self._log = log
-        spec = config.spec()
-        EngineConfig.of(**{**config.options, **spec})  # reject bad options first
+        spec, static = config.spec(), config.static()
+        EngineConfig.of(**{**config.options, **spec, **static})  # reject bad options first
         mix = WorkloadMix(**config.sizes)
-        choose(all_rungs("", spec), config.names)
+        choose(all_rungs("", spec=spec, static=static), config.names)
         load_names = find_loads(config.loads)
         _check_checkpoints(config)
-        self._weights = LadderWeights(config.options, config.inputs, log)
+        self._weights = LadderWeights(config.common(), config.inputs, log)
         device = self._weights.device.type
         if device == "cuda":
             mix = WorkloadMix(**{**_ON_GPU, **config.sizes})
         self._price = price_of(config.price_per_hour, device)
-        self._rungs = choose(all_rungs(_kv_dtype(device), spec), config.names)
+        rungs = all_rungs(_kv_dtype(device), spec=spec, static=static)
+        self._rungs = choose(rungs, config.names)
         self._missing = self._find_missing()
         self.variants = make_variants(self._rungs, self._stack_weights(), list(self._missing))
         loads = mix.loads(self._weights.source.card)
@@ -237,7 +250,7 @@ def _kv_dtype(device: str) -> str:
 def _check_checkpoints(config: LadderConfig) -> None:
     """Reject missing or invalid checkpoints before anything is measured."""
     for model in (config.inputs.checkpoints or {}).values():
-        open_model(EngineConfig.of(**{**config.options, "model": model}))
+        open_model(EngineConfig.of(**{**config.common(), "model": model}))
     calibration = config.inputs.calibration
     if calibration is not None and not calibration.is_file():
         raise ConfigError(f"--calibration {calibration}: there is no such file.")

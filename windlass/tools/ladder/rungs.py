@@ -57,8 +57,8 @@ class Variant:
         return self.weights if kv_dtype == "auto" else f"{self.weights}, {kv_dtype} KV"
 
 
-def all_rungs(kv_dtype: str, spec: Mapping[str, Any]) -> list[Rung]:
-    """All rungs in order. `spec`: the options of speculation."""
+def all_rungs(kv_dtype: str, *, spec: Mapping[str, Any], static: Mapping[str, Any]) -> list[Rung]:
+    """All rungs in order. `spec`, `static`: the options of speculation and of static batching."""
     return [
         Rung(
             name="naive",
@@ -66,9 +66,7 @@ def all_rungs(kv_dtype: str, spec: Mapping[str, Any]) -> list[Rung]:
             kind="batching",
             options={"batching": "none"},
         ),
-        Rung(
-            name="static", title="static batching", kind="batching", options={"batching": "static"}
-        ),
+        Rung(name="static", title="static batching", kind="batching", options=static),
         Rung(BASE, "continuous batching", "batching"),
         Rung(
             name="chunked",
