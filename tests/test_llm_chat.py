@@ -96,6 +96,47 @@ def test_a_strict_call_follows_its_schema_once_begun(
     assert not result.outputs[0].message.calls
 
 
+ANSWER = {
+    "type": "object",
+    "properties": {"days": {"enum": [1, 22]}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_answer_of_a_given_format_or_calls(llm: LLM, strict: bool, thinks: bool) -> None:
+    """The first token decides, behind the reasoning."""
+    options: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {**WEATHER["function"], "strict": strict}}],
+        "chat_template_kwargs": {"enable_thinking": thinks},
+    }
+    budget = {"thinking_token_budget": 0} if thinks else {}
+    for first in "<{":
+        params = SamplingParams(
+            max_tokens=300,
+            seed=1,
+            structured_outputs={"json": ANSWER},
+            logit_bias={ord(first): 20.0, ord("}"): 40.0, ord('"'): 20.0, 256: 60.0},
+            **budget,
+        )
+        for result in llm.chat([HI] * 2, params, **options):
+            message = result.outputs[0].message
+            assert message is not None
+            assert result.outputs[0].finish_reason == "stop"
+            assert (bytes(result.outputs[0].token_ids[:8]) == b"</think>") == thinks
+            if first == "{":
+                assert message.calls == []
+                assert json.loads(message.content) in ({"days": 1}, {"days": 22})
+                continue
+            assert message.content == ""
+            assert message.calls
+            for call in message.calls:
+                assert call.name == "get_weather"
+                assert not strict or call.values["city"] in ("Rome", "Paris")
+
+
 def test_reasoning_ends_within_its_budget(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True, thinking_token_budget=6)
     (result,) = llm.chat(HI, params, chat_template_kwargs={"enable_thinking": True})

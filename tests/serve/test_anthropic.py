@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -64,6 +65,15 @@ def test_thinking_and_a_call(client: anthropic.Anthropic) -> None:
     assert text.text == "Let me see."
     assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
     assert message.stop_reason == "tool_use"
+
+
+def test_calls_or_an_answer_of_a_format(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    answer = json.dumps({"text": "<tool_call>"})
+    for text, kind in ((CALL_TEXT, "tool_use"), (answer, "text")):
+        message = create(client, text, tools=[WEATHER], extra_body={"output_config": form})
+        assert [block.type for block in message.content] == [kind]
 
 
 def test_a_stream(client: anthropic.Anthropic) -> None:

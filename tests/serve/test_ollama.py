@@ -50,6 +50,16 @@ def test_a_streamed_chat(client: ollama.Client) -> None:
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
+def test_calls_or_an_answer_of_a_format(client: ollama.Client) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    for text, num_calls in ((CALL_TEXT, 1), ('{"text": "<tool_call>"}', 0)):
+        reply = client.chat(
+            model="counter", messages=say(text), tools=[tool], format="json", stream=False
+        )
+        assert len(reply.message.tool_calls or ()) == num_calls
+        assert reply.message.content == ("" if num_calls else text)
+
+
 def test_generate(client: ollama.Client) -> None:
     reply = client.generate(model="counter:latest", prompt="SAY(Yes.)YAS", system="Be brief.")
     assert reply.response == "Yes."

@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
         yield each
 
 
-def create(server: Server, text: str, **options: Any) -> Any:
+def create(server: Server, text: str, /, **options: Any) -> Any:
     fields = {"model": "counter", "input": f"SAY({text})YAS", **options}
     return server.openai.responses.create(**fields)
 
@@ -57,6 +57,20 @@ def test_reasoning_and_a_call(server: Server) -> None:
     assert (call.type, call.name) == ("function_call", "get_weather")
     assert json.loads(call.arguments) == {"city": "Paris"}
     assert response.usage.output_tokens_details.reasoning_tokens == len("Hm.")
+
+
+def test_calls_or_an_answer_of_a_format(server: Server) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "answer", "schema": schema}
+    options: dict[str, Any] = {"tools": [WEATHER], "text": {"format": form}}
+    answer = json.dumps({"text": "<tool_call>"})
+    for stream in (False, True):
+        for text, kind in ((CALL_TEXT, "function_call"), (answer, "message")):
+            response = create(server, text, stream=stream, **options)
+            if stream:
+                response = list(response)[-1].response
+            assert [item.type for item in response.output] == [kind]
+            assert response.output_text == (answer if kind == "message" else "")
 
 
 def test_a_cut_response_is_incomplete(server: Server) -> None:

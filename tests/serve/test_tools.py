@@ -218,6 +218,53 @@ def test_parsers_can_be_set() -> None:
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}},
+            "required": ["text"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("form", [FORMAT, {"type": "json_object"}])
+def test_calls_or_an_answer_of_a_format(server: Server, form: Any) -> None:
+    options: dict[str, Any] = {"tools": [WEATHER], "response_format": form}
+    is_open = {**options, "extra_body": {"chat_template_kwargs": {"open": True}}}
+    choice = whole(server, f"Hm.</think>\n\n{CALL_TEXT}", **is_open)
+    assert choice.message.reasoning_content == "Hm."
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.name == "get_weather"
+    assert not choice.message.content
+    message, finish = streamed(server, f"Hm.</think>\n{CALL_TEXT}", **is_open)
+    assert (finish, message["content"]) == ("tool_calls", "")
+    assert message["calls"] == [["get_weather", '{"city": "Paris"}']]
+    answer = json.dumps({"text": CALL_TEXT.replace('"', "'")})
+    choice = whole(server, answer, **options)
+    assert (choice.finish_reason, choice.message.content) == ("stop", answer)
+    assert choice.message.tool_calls is None
+    message, finish = streamed(server, answer, **options)
+    assert (finish, message["content"], message["calls"]) == ("stop", answer, [])
+
+
+def test_errors_of_a_format_beside_tools(server: Server) -> None:
+    body = {"messages": say("Yes."), "tools": [WEATHER], "response_format": FORMAT}
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    response = server.http.post("/v1/chat/completions", json={**body, "response_format": bad})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+    loose = {"schema": {"type": "array", "uniqueItems": True}}
+    relaxed = {"type": "json_schema", "json_schema": loose}
+    response = server.http.post("/v1/chat/completions", json={**body, "response_format": relaxed})
+    assert response.headers["X-Windlass-Schema-Relaxed"] == "uniqueItems at #"
+
+
 def test_strict_tools_with_auto(server: Server) -> None:
     """The engine compiles their grammar; its model ignores it."""
     function = WEATHER["function"]

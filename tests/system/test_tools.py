@@ -88,6 +88,37 @@ def test_a_streamed_call_is_enforced(client: openai.OpenAI) -> None:
     assert call.function.parsed_arguments is not None
 
 
+def token(client: openai.OpenAI, text: str) -> str:
+    body = {"prompt": text, "add_special_tokens": False}
+    (found,) = client.post("../tokenize", body=body, cast_to=dict[str, Any])["tokens"]
+    return str(found)
+
+
+@pytest.mark.parametrize("first", ["[", "{"])
+def test_an_answer_of_a_format_or_calls(client: openai.OpenAI, first: str) -> None:
+    """The first token decides: calls are an array, the answer is an object."""
+    with client.chat.completions.stream(
+        model=model(client),
+        messages=MESSAGES,
+        tools=TOOLS,
+        parallel_tool_calls=False,
+        response_format=Address,
+        logit_bias={token(client, first): 100},
+        temperature=0,
+        max_tokens=120,
+    ) as stream:
+        choice = stream.get_final_completion().choices[0]
+    message = choice.message
+    if first == "[":
+        (call,) = message.tool_calls or []
+        check(call.function.name, call.function.arguments)
+        assert choice.finish_reason == "tool_calls"
+        assert not message.content
+    else:
+        assert isinstance(message.parsed, Address)
+        assert (choice.finish_reason, message.tool_calls) == ("stop", None)
+
+
 def test_an_automatic_choice_answers(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=model(client), messages=MESSAGES, tools=TOOLS, max_tokens=20

@@ -304,6 +304,17 @@ def test_strings_stay_strings() -> None:
     assert json.loads(call.arguments) == {"city": "75001"}
 
 
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#/$defs/a"}, {"enum": ["75001", "75002"]}, {"type": "string"}]
+)
+def test_strings_stay_strings_by_any_schema(schema: dict[str, Any]) -> None:
+    parameters = {"properties": {"city": schema}, "$defs": {"a": {"type": "string"}}}
+    tools = ToolSet({"get_weather": parameters})
+    text = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>75001</arg_value></tool_call>"
+    (call,) = parse(text, ParsingOptions(dialect=DIALECTS["glm45"], tools=tools)).calls
+    assert call.values == {"city": "75001"}
+
+
 @pytest.mark.parametrize("tags", TAGS.values(), ids=list(TAGS))
 def test_reasoning(tags: Any) -> None:
     options = ParsingOptions(reasoning=tags)

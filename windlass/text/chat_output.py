@@ -14,7 +14,7 @@ from windlass.text.parsing.output import ToolSet
 from windlass.text.parsing.parser import ParsingOptions
 from windlass.text.parsing.reasoning import ReasoningTags
 from windlass.text.parsing.registry import DIALECTS, OutputFormat
-from windlass.text.tool_grammar import required_calls, strict_calls
+from windlass.text.tool_grammar import optional_calls, required_calls
 
 # Text beside which a marker must keep its tokens.
 _AROUND = ("x", ".", " ", "\n", "\n\n", "{")
@@ -41,6 +41,7 @@ def chat_output(
     `prompt` is the rendered chat.
     """
     structured, dialect = sampling.structured_outputs, output_format.dialect
+    may_have_text = structured is None and not (tools is not None and tools.forced)
     if tools is not None and tools.forced:
         # As in OpenAI's API, response_format describes text, and the output is a call.
         if structured is not None and structured.source != "response_format":
@@ -50,10 +51,9 @@ def chat_output(
                 structured.source,
             )
         structured, dialect = required_calls(tools), DIALECTS["json"]
-    elif structured is not None:
-        tools = None  # an answer of a given format has no calls
-    elif tools is not None and tools.strict:
-        structured = strict_calls(tools, dialect)
+    elif tools is not None and (structured is not None or tools.strict):
+        tools = replace(tools, beside_answer=structured is not None)
+        structured = optional_calls(tools, dialect, structured)
     tags = output_format.reasoning or dialect.reasoning
     is_open = tags is not None and tags.opened_by(prompt)
     phase = None
@@ -64,11 +64,12 @@ def chat_output(
             budget=sampling.thinking_token_budget,
             is_open=is_open,
             structured=structured,
+            may_have_text=may_have_text,
         )
     sampling = replace(
         sampling, structured_outputs=structured, reasoning=phase, thinking_token_budget=None
     )
-    has_reasoning = phase is not None or not _is_answer(structured)
+    has_reasoning = phase is not None or may_have_text
     parsing = ParsingOptions(
         dialect=_reader(dialect, tools, has_reasoning),
         tools=tools,
@@ -76,11 +77,6 @@ def chat_output(
         in_reasoning=has_reasoning and is_open,
     )
     return ChatOutput(sampling, parsing)
-
-
-def _is_answer(structured: StructuredOutputs | None) -> bool:
-    """Whether the grammar is that of a whole answer, not of text with calls."""
-    return structured is not None and structured.calls is None
 
 
 def _reader(dialect: Dialect, tools: ToolSet | None, has_reasoning: bool) -> Dialect | None:
@@ -98,15 +94,15 @@ def _is_followed(
 ) -> bool:
     """Whether the end of the reasoning has an effect: a budget ends it, or a grammar begins behind it."""
     has_budget = sampling.thinking_token_budget is not None
-    if structured is None or _is_answer(structured):
+    if structured is None or structured.calls is None:
         # Without a budget, a model that need not reason begins with an answer of a given format.
         return has_budget or (structured is not None and is_open)
     if dialect.reasoning is None:
         return True
     if has_budget:
         raise RequestError(
-            f"thinking_token_budget and strict tools cannot be combined with {dialect.name} calls. "
-            "Leave one of them out, or require a call.",
+            f"with {dialect.name} calls, thinking_token_budget cannot be combined with strict tools, nor "
+            "with tools and a format of the answer. Leave one of them out, or require a call.",
             "thinking_token_budget",
         )
     return False  # the grammar of the calls has the reasoning as well
@@ -119,12 +115,16 @@ def _phase(
     budget: int | None,
     is_open: bool,
     structured: StructuredOutputs | None,
+    may_have_text: bool,
 ) -> ReasoningPhase | None:
-    """The reasoning in token ids; None: it cannot be followed, and has no budget."""
+    """The reasoning in token ids; None: it cannot be followed, and has no budget.
+
+    `may_have_text`: the tags may be text of the output.
+    """
     start = () if is_open else _ids(tokenizer, tags.start)
     # After the first of several tokens that a grammar allows, too, the answer may have begun.
     is_clear = structured is None or len(start) < 2
-    if not is_clear and _is_answer(structured):
+    if not is_clear and not may_have_text:
         return None  # the answer begins at once
     markers = [tags.end] if is_open else [tags.start, tags.end]
     if not tags.special_tokens:

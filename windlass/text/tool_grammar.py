@@ -1,4 +1,4 @@
-"""Structured outputs of tool calls: where a model must call, and where each call that it begins is strict."""
+"""Structured outputs of tool calls: where a model must call, and where it may."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ def required_calls(tools: ToolSet) -> StructuredOutputs:
     return StructuredOutputs(json=calls_schema(tools.schemas, tools.max_calls), source="tools")
 
 
-def strict_calls(tools: ToolSet, dialect: Dialect) -> StructuredOutputs:
-    """The structured output of text with calls as a dialect writes them. Strict tools follow their schemas."""
+def optional_calls(
+    tools: ToolSet, dialect: Dialect, answer: StructuredOutputs | None = None
+) -> StructuredOutputs:
+    """The structured output of calls as a dialect writes them, or of an answer of a given format.
+
+    Without a format, calls and text may be mixed. Strict tools follow their schemas.
+    """
     schemas = {
         name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()
     }
     calls = {"dialect": dialect.name, "tools": schemas, "max_calls": tools.max_calls}
-    return StructuredOutputs(calls=json.dumps(calls), source="tools")
+    sources = ["tools"] if tools.strict else []
+    if answer is not None:
+        calls["answer"] = answer.fields()
+        sources.append(answer.source)
+    return StructuredOutputs(calls=json.dumps(calls), source=" or ".join(sources))

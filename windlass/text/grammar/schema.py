@@ -81,8 +81,10 @@ def unsupported_keywords(structured: StructuredOutputs | None) -> tuple[str, ...
         parsed = json.loads(structured.text)
         if structured.calls is None:
             return adapt(parsed).unsupported if isinstance(parsed, dict) else ()
+        answer = parsed.get("answer")
+        of_answer = () if answer is None else unsupported_keywords(StructuredOutputs(**answer))
         tools = parsed["tools"].items()
-        return tuple(
+        return of_answer + tuple(
             f"{each} of {name}" for name, schema in tools for each in adapt(schema).unsupported
         )
     except RecursionError:

@@ -13,7 +13,7 @@ from windlass.config import SchemaStrictness
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 from windlass.text.grammar.schema import adapt, ascii_digits
-from windlass.text.parsing.call_grammar import CallGrammar
+from windlass.text.parsing.call_grammar import ANSWER, CallGrammar
 from windlass.text.parsing.registry import DIALECTS
 
 if TYPE_CHECKING:
@@ -49,8 +49,12 @@ def to_llguidance(
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         if structured.calls is not None:
-            lark = _calls(json.loads(structured.calls), strictness, special_ids)
-            return LLMatcher.grammar_from_lark(lark)
+            calls = json.loads(structured.calls)
+            lark = LLMatcher.grammar_from_lark(_calls(calls, strictness, special_ids))
+            if "answer" not in calls:
+                return lark
+            answer = StructuredOutputs(**calls["answer"], source=structured.source)
+            return _with_answer(lark, to_llguidance(answer, strictness, special_ids))
         assert structured.grammar is not None
         return LLMatcher.grammar_from_lark(_lark(structured.grammar))
     except RecursionError as error:
@@ -76,6 +80,7 @@ def _calls(
         special_ids=special_ids or {},
         adapt=lambda schema: _enforceable(schema, strictness),
         json_options=_json_options(strictness),
+        has_answer="answer" in calls,
     )
     try:
         return DIALECTS[calls["dialect"]].grammar(grammar)
@@ -83,6 +88,15 @@ def _calls(
         raise ValueError(
             f"the parameters of a tool are no JSON schema: {type(error).__name__}: {error}."
         ) from error
+
+
+def _with_answer(calls: str, answer: str) -> str:
+    """A grammar of calls in which the rule of the answer names the second grammar."""
+    first, second = (
+        json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        for text in (calls, answer)
+    )
+    return json.dumps({"grammars": [first, {**second, "name": ANSWER}]})
 
 
 def _enforceable(schema: Mapping[str, Any], strictness: SchemaStrictness) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Writes grammars of tool calls in llguidance's Lark notation: free text until a call begins, then its schema.
 
+Beside an answer that has a grammar of its own, there is no free text: the output is that answer, or calls.
+
 Each dialect says where its calls begin and how they are written; this module has the parts they share.
 """
 
@@ -11,6 +13,8 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
+ANSWER = "answer"  # name of the grammar of the answer
+ANSWER_RULE = f"@{ANSWER}"
 _ANY_OBJECT = {"type": "object"}
 _TERMINALS = r"""
 TEXT: /(.|\n)*/
@@ -29,12 +33,14 @@ class CallGrammar:
         special_ids: Mapping[str, int],
         adapt: Callable[[Schema], Schema],
         json_options: Mapping[str, Any],
+        has_answer: bool = False,
     ) -> None:
         """`special_ids`: ids of special tokens, which match no text. `adapt` prepares a schema, which is
-        compiled with `json_options`.
+        compiled with `json_options`. `has_answer`: an output without calls matches `ANSWER_RULE`.
         """
         self.tools = tools
         self.max_calls = max_calls
+        self.has_answer = has_answer
         self._special_ids = special_ids
         self._adapt = adapt
         self._json_options = json_options
@@ -79,13 +85,27 @@ class CallGrammar:
 
     # ---- outputs -----------------------------------------------------------------------------
 
-    def text_with_calls(self, marker: str, call: str, *, repeats: bool = True) -> str:
-        """The grammar of text in which calls begin with a marker. `repeats`: others may follow."""
-        self.until("head", marker)
+    def text_with_calls(
+        self, marker: str, call: str, *, repeats: bool = True, before: str = ""
+    ) -> str:
+        """The grammar of text in which calls begin with a marker. `repeats`: others may follow.
+
+        `before`: what may stand before the marker where text may not.
+        """
         self.add("call", call)
-        if repeats and self.max_calls is None:
-            return self.whole("(head call)* TEXT")
-        return self.whole("TEXT | head call SPACE?")
+        repeats = repeats and self.max_calls is None
+        if self.has_answer:
+            each = f"{before}{self.mark(marker)} call"
+            return self.text_or_calls("", f"{each} (SPACE? {each})*" if repeats else each)
+        self.until("head", marker)
+        return self.whole("(head call)* TEXT" if repeats else "TEXT | head call SPACE?")
+
+    def text_or_calls(self, text: str, calls: str) -> str:
+        """The grammar of an output that is calls, or else the answer; without one, text of this pattern."""
+        if self.has_answer:
+            return self.whole(f"{ANSWER_RULE} | SPACE? ({calls}) SPACE?")
+        self.add("OTHER", text)
+        return self.whole(f"SPACE? (OTHER | ({calls}) SPACE?)?")
 
     def whole(self, start: str) -> str:
         """The grammar of a whole output."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.text.parsing.call_grammar import CallGrammar, literal
-from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.dialect import Dialect, begins_with
 from windlass.text.parsing.output import OutputSink
 from windlass.text.parsing.reader import Reader, Steps
 
@@ -52,5 +52,10 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 DIALECT = Dialect(
-    name="deepseek", read=_read, grammar=_grammar, marks=((_ALL,),), special_tokens=True
+    name="deepseek",
+    read=_read,
+    grammar=_grammar,
+    begins=begins_with(_ALL),
+    marks=((_ALL,),),
+    special_tokens=True,
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from windlass.text.parsing.call_grammar import CallGrammar, literal
+from windlass.text.parsing.call_grammar import ANSWER_RULE, CallGrammar, literal
 from windlass.text.parsing.dialect import Dialect
-from windlass.text.parsing.output import OutputSink
+from windlass.text.parsing.output import OutputSink, ToolSet
 from windlass.text.parsing.reader import Reader, Steps
 from windlass.text.parsing.reasoning import ReasoningTags
 
@@ -48,28 +48,41 @@ def _message(head: str, reader: Reader, out: OutputSink) -> Steps[str | None]:
     return (yield from reader.until(*_ENDS, sink=out.reasoning if is_analysis else out.content))
 
 
+def _begins(reader: Reader, tools: ToolSet) -> Steps[bool]:
+    """Messages name their channel, so that an answer is never taken for a call."""
+    del reader, tools
+    yield from ()
+    return True
+
+
 def _grammar(grammar: CallGrammar) -> str:
     channel, message = grammar.mark(_CHANNEL), grammar.mark(_MESSAGE)
-    json = '(SPACE? "json")?'
+    before_type = "SPACE"  # without it, the type would be part of the function's name
     if grammar.is_special(_CONSTRAIN):
-        json = f'(SPACE? {grammar.mark(_CONSTRAIN)}? "json")?'
+        before_type = f"(SPACE | SPACE? {grammar.mark(_CONSTRAIN)})"
+    json = f'({before_type} "json" | SPACE)?'
     calls = []
     for name in grammar.tools:
         arguments = f"{json} {message} {grammar.arguments(name)}"
         on_channel = literal(f"commentary to=functions.{name}")
-        calls.append(f"{channel} {on_channel} SPACE? {arguments}")
+        calls.append(f"{channel} {on_channel} {arguments}")
         to_role = literal(f" to=functions.{name}")
-        calls.append(f'{to_role} {channel} "commentary" SPACE? {arguments}')
+        calls.append(f'{to_role} {channel} "commentary" {arguments}')
     grammar.add("call", " | ".join(calls))
+    final = f'{channel} "final" {message} TEXT'
+    if grammar.has_answer:
+        final = f'{channel} "final" {json} {message} {ANSWER_RULE}'
     grammar.add("aside", f'{channel} ("analysis" | "commentary") {message} TEXT')
     again = f'{grammar.mark("<|end|>")} {grammar.mark(_START)} "assistant"'
-    return grammar.whole(f'(aside {again})* (aside | call | {channel} "final" {message} TEXT)')
+    last = f"call | {final}" if grammar.has_answer else f"aside | call | {final}"
+    return grammar.whole(f"(aside {again})* ({last})")
 
 
 DIALECT = Dialect(
     name="harmony",
     read=_read,
     grammar=_grammar,
+    begins=_begins,
     marks=((_CHANNEL, _MESSAGE),),
     special_tokens=True,
     reasoning=ReasoningTags(

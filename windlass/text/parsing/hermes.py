@@ -6,7 +6,7 @@ Granite 3 writes an array after its marker, which has no end.
 from __future__ import annotations
 
 from windlass.text.parsing.call_grammar import CallGrammar
-from windlass.text.parsing.dialect import Dialect, Read
+from windlass.text.parsing.dialect import Dialect, Read, begins_with
 from windlass.text.parsing.json_calls import read_calls
 from windlass.text.parsing.output import OutputSink
 from windlass.text.parsing.reader import Reader, Steps
@@ -39,12 +39,14 @@ DIALECT = Dialect(
     name="hermes",
     read=_reads("<tool_call>", "</tool_call>"),
     grammar=_hermes_grammar,
+    begins=begins_with("<tool_call>"),
     marks=(("<tool_call>",),),
 )
 GRANITE = Dialect(
     name="granite",
     read=_reads("<|tool_call|>", "<|end_of_text|>"),
     grammar=_granite_grammar,
+    begins=begins_with("<|tool_call|>"),
     marks=(("<|tool_call|>",),),
     special_tokens=True,
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from windlass.text.parsing import model_json
 from windlass.text.parsing.call_grammar import CallGrammar
-from windlass.text.parsing.dialect import Dialect
-from windlass.text.parsing.output import Call, OutputSink
+from windlass.text.parsing.dialect import Begins, Dialect
+from windlass.text.parsing.output import Call, OutputSink, ToolSet
 from windlass.text.parsing.reader import Reader, Sink, Steps, json_string, json_text
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -85,6 +85,26 @@ def _call(reader: Reader, out: OutputSink, known_only: bool) -> Steps[bool]:
     return call is not None
 
 
+def begins_with_object(opening: str, key: str) -> Begins:
+    """Whether an output begins with a call as grammars write it: its name, then its arguments under `key`."""
+
+    def begins(reader: Reader, tools: ToolSet) -> Steps[bool]:
+        for bracket in opening:
+            if not (yield from reader.skip(bracket)):
+                return False
+            yield from reader.spaces()
+        for allowed, then in (({"name"}, ":"), (set(tools.schemas), ","), ({key}, ":")):
+            if (yield from json_string(reader)) not in allowed:
+                return False
+            yield from reader.spaces()
+            if not (yield from reader.skip(then)):
+                return False
+            yield from reader.spaces()
+        return True
+
+    return begins
+
+
 def _arguments(reader: Reader, sink: Sink) -> Steps[None]:
     """Read arguments: an object, or a string that contains one."""
     if (yield from reader.peek()) != '"':
@@ -110,9 +130,12 @@ def _read(reader: Reader, out: OutputSink) -> Steps[None]:
 
 
 def _grammar(grammar: CallGrammar) -> str:
-    grammar.add("ANSWER", r"/[^{\[ \t\r\n](.|\n)*/ & ~/```json(.|\n)*/")
-    fenced = f'"```json" SPACE? {grammar.calls()} SPACE? "```" SPACE?'
-    return grammar.whole(f"SPACE? (ANSWER | {grammar.calls()} SPACE? | {fenced})?")
+    calls = grammar.calls()
+    if not grammar.has_answer:
+        calls += f' | "```json" SPACE? {calls} SPACE? "```"'
+    return grammar.text_or_calls(r"/[^{\[ \t\r\n](.|\n)*/ & ~/```json(.|\n)*/", calls)
 
 
-DIALECT = Dialect(name="json", read=_read, grammar=_grammar)
+DIALECT = Dialect(
+    name="json", read=_read, grammar=_grammar, begins=begins_with_object("[{", "arguments")
+)

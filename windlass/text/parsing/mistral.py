@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.text.parsing.call_grammar import CallGrammar, literal
-from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.dialect import Dialect, begins_with
 from windlass.text.parsing.json_calls import read_calls
 from windlass.text.parsing.output import OutputSink, short_call_id
 from windlass.text.parsing.reader import Reader, Steps
@@ -45,6 +45,7 @@ DIALECT = Dialect(
     name="mistral",
     read=_read,
     grammar=_grammar,
+    begins=begins_with(_CALLS),
     marks=((_CALLS,),),
     special_tokens=True,
     make_id=short_call_id,

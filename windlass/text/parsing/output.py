@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.text.parsing import model_json
+from windlass.text.parsing.call_grammar import local_reference
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -66,6 +67,7 @@ class ToolSet:
     max_calls: int | None = None  # later calls are dropped; None: no limit
     forced: bool = False  # whether the model must call a tool
     strict: frozenset[str] = frozenset()  # tools whose calls must follow their schemas
+    beside_answer: bool = False  # an output without calls is an answer of a given format
 
     def __contains__(self, name: str) -> bool:
         return name in self.schemas
@@ -75,14 +77,22 @@ class ToolSet:
 
         Text stays a string where the schema wants one, and where it is no JSON.
         """
-        properties = self.schemas.get(name, {}).get("properties", {})
+        root = self.schemas.get(name, {})
+        properties = root.get("properties", {})
         schema = properties.get(parameter, {}) if isinstance(properties, dict) else {}
-        if isinstance(schema, dict) and schema.get("type") != "string":
+        schema = local_reference(root, schema)
+        if isinstance(schema, dict) and not _is_text(schema, text):
             try:
                 return model_json.encode(model_json.decode(text))
             except ValueError:
                 pass
         return json.dumps(text, ensure_ascii=False)
+
+
+def _is_text(schema: Mapping[str, Any], text: str) -> bool:
+    """Whether a schema wants this text as a string."""
+    listed = schema.get("enum")
+    return schema.get("type") == "string" or (isinstance(listed, list) and text in listed)
 
 
 class OutputSink:

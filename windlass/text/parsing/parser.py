@@ -59,9 +59,17 @@ class OutputParser:
         options = self._options
         if options.reasoning is not None:
             yield from options.reasoning.read(self._reader, self._out, is_open=options.in_reasoning)
-        if options.dialect is not None:
+        if options.dialect is not None and (yield from self._may_call(options.dialect)):
             yield from options.dialect.read(self._reader, self._out)
         yield from self._reader.rest(self._out.content)
+
+    def _may_call(self, dialect: Dialect) -> Steps[bool]:
+        """Whether to look for calls. An answer of a given format may contain anything, but begins with none."""
+        if not self._out.tools.beside_answer:
+            return True
+        with self._reader.ahead():
+            yield from self._reader.spaces()
+            return (yield from dialect.begins(self._reader, self._out.tools))
 
     def feed(self, text: str, last: bool = False) -> list[Event]:
         """Add text; `last`: none follows."""

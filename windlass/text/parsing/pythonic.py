@@ -16,9 +16,10 @@ from windlass.text.parsing.call_grammar import (
     local_reference,
 )
 from windlass.text.parsing.dialect import Dialect
-from windlass.text.parsing.output import OutputSink
+from windlass.text.parsing.output import OutputSink, ToolSet
 from windlass.text.parsing.reader import Reader, Steps
 
+_NAME = r"[\w.]"
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -38,7 +39,7 @@ def _calls(reader: Reader, out: OutputSink, raw: list[str]) -> Steps[None]:
     while True:
         yield from reader.spaces()
         start = len(raw)
-        name = yield from reader.word(r"[\w.]")
+        name = yield from reader.word(_NAME)
         if name not in out.tools or not (yield from _brackets(reader)):
             return
         arguments = _arguments("".join(raw[start:]))
@@ -49,6 +50,15 @@ def _calls(reader: Reader, out: OutputSink, raw: list[str]) -> Steps[None]:
         if not (yield from reader.skip(",")):
             yield from reader.skip("]")
             return
+
+
+def _begins(reader: Reader, tools: ToolSet) -> Steps[bool]:
+    yield from reader.skip("<|python_start|>")
+    if not (yield from reader.skip("[")):
+        return False
+    yield from reader.spaces()
+    name = yield from reader.word(_NAME)
+    return name in tools and (yield from reader.skip("("))
 
 
 def _brackets(reader: Reader) -> Steps[bool]:
@@ -181,19 +191,20 @@ def _grammar(grammar: CallGrammar) -> str:
     grammar.add("NUMBER", r"/-?[0-9]{1,20}(\.[0-9]{1,20})?/")
     grammar.add("CONSTANT", '"True" | "False" | "None"')
     grammar.add("KEY", "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/")
-    grammar.add("ANSWER", r"/[^\[ \t\r\n](.|\n)*/")
     start, end = (
         f"{grammar.mark(tag)}? " if grammar.is_special(tag) else ""
         for tag in ("<|python_start|>", "<|python_end|>")
     )
     more = "" if grammar.max_calls is not None else '(SPACE? "," SPACE? call)* '
-    return grammar.whole(f'SPACE? (ANSWER | {start}"[" SPACE? call {more}SPACE? "]" {end}SPACE?)?')
+    written = f'{start}"[" SPACE? call {more}SPACE? "]" {end}'
+    return grammar.text_or_calls(r"/[^\[ \t\r\n](.|\n)*/", written)
 
 
 DIALECT = Dialect(
     name="pythonic",
     read=_read,
     grammar=_grammar,
+    begins=_begins,
     marks=(("[func_name1(",), ("<|python_start|>",)),
     special_tokens=True,
 )

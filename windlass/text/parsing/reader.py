@@ -52,6 +52,13 @@ class Reader:
         finally:
             self._recorded = None
 
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Look ahead: what is read inside is read again behind it."""
+        with self.recording() as read:
+            yield
+        self._rest = "".join(read) + self._rest
+
     def _read(self, count: int) -> str:
         text, self._rest = self._rest[:count], self._rest[count:]
         if self._recorded is not None:

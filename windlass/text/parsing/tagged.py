@@ -15,7 +15,7 @@ from windlass.text.parsing.call_grammar import (
     literal,
     local_reference,
 )
-from windlass.text.parsing.dialect import Dialect
+from windlass.text.parsing.dialect import Dialect, begins_with
 from windlass.text.parsing.output import Call, OutputSink
 from windlass.text.parsing.reader import Reader, Steps
 
@@ -102,8 +102,13 @@ def _is_text(schema: Any) -> bool:
     )
 
 
-def _parameters(grammar: CallGrammar, tool: str, *, write: Callable[[str], str], end: str) -> str:
-    """Add a rule for the parameters of a tool, in the schema's order; `write` begins one, `end` ends it."""
+def _parameters(
+    grammar: CallGrammar, tool: str, *, write: Callable[[str], str], end: str, around: str = ""
+) -> str:
+    """Add a rule for the parameters of a tool, in the schema's order; `write` begins one, `end` ends it.
+
+    `around`: what is not part of a text beside it.
+    """
     rule = f"parameters{list(grammar.tools).index(tool)}"
     schema = grammar.tools[tool]
     if not schema:
@@ -114,7 +119,7 @@ def _parameters(grammar: CallGrammar, tool: str, *, write: Callable[[str], str],
         resolved = local_reference(schema, given)
         values = resolved.get("enum") if isinstance(resolved, dict) else None
         if values and all(isinstance(value, str) for value in values):
-            value = f"SPACE? ({' | '.join(map(literal, values))}) SPACE? {grammar.mark(end)}"
+            value = f"{around} ({' | '.join(map(literal, values))}) {around} {grammar.mark(end)}"
         elif _is_text(resolved):
             value = "any"
         else:
@@ -130,12 +135,16 @@ def _qwen_grammar(grammar: CallGrammar) -> str:
         return literal(f"<parameter={name}>") if name else '"<parameter=" /[^>\\n]{1,100}/ ">"'
 
     grammar.until("any", "</parameter>")
-    calls = [
-        f"{literal(f'{name}>')} SPACE? {_parameters(grammar, name, write=write, end='</parameter>')}"
-        for name in grammar.tools
-    ]
+    calls = []
+    for name in grammar.tools:
+        parameters = _parameters(grammar, name, write=write, end="</parameter>", around=r'"\n"?')
+        calls.append(f"{literal(f'{name}>')} SPACE? {parameters}")
     end = f'"</function>" (SPACE? {grammar.mark("</tool_call>")})?'
-    return grammar.text_with_calls("<function=", f"({' | '.join(calls)}) {end}")
+    return grammar.text_with_calls(
+        "<function=",
+        f"({' | '.join(calls)}) {end}",
+        before=f"({grammar.mark('<tool_call>')} SPACE?)? ",
+    )
 
 
 def _glm_grammar(grammar: CallGrammar) -> str:
@@ -158,8 +167,13 @@ QWEN = Dialect(
     name="qwen3_coder",
     read=_read_qwen,
     grammar=_qwen_grammar,
+    begins=begins_with("<tool_call>", "<function="),
     marks=(("<tool_call>", "<function="),),
 )
 GLM = Dialect(
-    name="glm45", read=_read_glm, grammar=_glm_grammar, marks=(("<tool_call>", "<arg_key>"),)
+    name="glm45",
+    read=_read_glm,
+    grammar=_glm_grammar,
+    begins=begins_with("<tool_call>"),
+    marks=(("<tool_call>", "<arg_key>"),),
 )
