@@ -127,7 +127,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run on the server"),
     ({"tool_choice": {"type": "perhaps"}}, "auto, any, tool or none"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "not in tools"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens: .* greater than or equal to 1"),
     ({"max_tokns": 3}, "max_tokens"),
 ]
 

@@ -125,7 +125,8 @@ BAD_CHATS = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"continue_final_message": True}, "continue_final_message", "assistant"),
     ({"n": 3, "best_of": 2}, "best_of", "less than n"),
-    ({"max_tokens": 0}, "max_tokens", ">= 1"),
+    ({"max_tokens": -1}, "max_tokens", ">= 0"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", ">= 0"),
 ]
 
 BAD_TEXTS = [

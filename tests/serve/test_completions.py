@@ -151,6 +151,30 @@ def test_max_tokens_0_without_echo_is_empty_and_fills_the_cache(server: Server) 
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 64
 
 
-def test_a_chat_with_max_tokens_0_is_refused(server: Server) -> None:
-    error = server.chat(max_tokens=0).json()["error"]
-    assert (error["param"], ">= 1" in error["message"]) == ("max_tokens", True)
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_with_max_tokens_0_is_empty_and_fills_the_cache(server: Server, field: str) -> None:
+    messages = [{"role": "user", "content": f"A long message that is cached first, by {field}."}]
+    response = server.chat(messages=messages, logprobs=True, **{field: 0})
+    (choice,) = choices_of(response)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert choice["logprobs"]["content"] == []
+    usage = response.json()["usage"]
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (0, usage["prompt_tokens"])
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(server.chat(messages=messages, **{field: 0}, **options))
+    deltas = [choice["delta"].get("content") for each in chunks for choice in each["choices"]]
+    assert [delta for delta in deltas if delta] == []
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 0
+    again = server.chat(messages=messages, max_tokens=1).json()["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+def test_max_tokens_0_with_a_format_and_tools(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "now", "strict": True}}
+    for options in (
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool], "tool_choice": "required"},
+    ):
+        (choice,) = choices_of(server.chat(max_tokens=0, **options))
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")

@@ -66,6 +66,8 @@ def test_generate(client: ollama.Client) -> None:
     options = {"num_predict": 2}
     cut = client.generate(model="counter", prompt="SAY(Yes.)YAS", options=options)
     assert (cut.response, cut.done_reason) == ("Ye", "length")
+    unlimited = client.generate(model="counter", prompt="SAY(Yes.)YAS", options={"num_predict": 0})
+    assert unlimited.response == "Yes."
     raw = client.generate(model="counter", prompt="SAY(No.)YAS", raw=True, stream=True)
     assert "".join(part.response or "" for part in raw) == "No."
 

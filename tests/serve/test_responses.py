@@ -183,6 +183,7 @@ def test_input_items(server: Server) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"tools": [{"type": "web_search"}]}, "run on the server"),
         ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens: .* greater than or equal to 1"),
         ({"extra_body": {"max_tokens": 5}}, "max_output_tokens"),
     ],
 )

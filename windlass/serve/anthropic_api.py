@@ -15,6 +15,7 @@ from windlass.serve.protocol import (
     Body,
     ChatRequest,
     DeadlineField,
+    OutputLimit,
     StopStrings,
     TokenizeChatRequest,
 )
@@ -86,7 +87,7 @@ class CountedRequest(Body):
 class MessagesRequest(CountedRequest, DeadlineField):
     """POST /v1/messages"""
 
-    max_tokens: INT64
+    max_tokens: OutputLimit
     temperature: float | None = None
     top_p: float | None = None
     top_k: INT64 | None = None

@@ -66,7 +66,7 @@ class OllamaRequest(Body, DeadlineField):
             if name in _OPTIONS:
                 fields[_OPTIONS[name]] = value
             elif name == "num_predict":
-                fields["max_tokens"] = None if value in (-1, -2) else value
+                fields["max_tokens"] = None if value in (-2, -1, 0) else value
             elif name not in _ENGINE_OPTIONS:
                 raise RequestError(
                     f"options has {abbreviate(name)}, which is not supported. Supported: "

@@ -37,6 +37,7 @@ from windlass.text.request_builder import Infill
 _MAX_TOKEN_ID = 2**32 - 1
 
 INT64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+OutputLimit = Annotated[int, Field(ge=1, lt=2**63)]  # of APIs that always generate
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 TokenIds = Annotated[
     list[TokenId], Field(fail_fast=True)
@@ -488,8 +489,8 @@ class ChatRequest(GenerationRequest, ConversationRequest):
         super().model_post_init(context)
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RequestError(f"{name} must be a whole number >= 1, got {value}.", name)
+            if value is not None and value < 0:
+                raise RequestError(f"{name} must be a whole number >= 0, got {value}.", name)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
         both = (self.max_tokens, self.max_completion_tokens)

@@ -11,10 +11,10 @@ from windlass.errors import RequestError
 from windlass.serve import body_limits as limits
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.protocol import (
-    INT64,
     Body,
     ChatRequest,
     DeadlineField,
+    OutputLimit,
     ReasoningEffort,
     ThinkingBudget,
 )
@@ -47,7 +47,7 @@ class ResponsesRequest(Body, DeadlineField):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    max_output_tokens: INT64 | None = None
+    max_output_tokens: OutputLimit | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
