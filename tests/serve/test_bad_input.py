@@ -45,6 +45,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "'user'"),
     ({"messages": [{"role": "user"}]}, "messages", "no content"),
     ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages", "'name'"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": [1]}]}, "messages", "a string"),
+    ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages", "'audio'"),
     ({"messages": user(5)}, "messages.0.content", "string"),
     ({"messages": user([{"type": "image_url"}])}, "messages.0.content", "image_url"),
     ({"temprature": 1}, "temprature", "'temperature'"),
@@ -87,11 +89,11 @@ BAD_CHATS = [
                 USER,
                 {
                     "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    "tool_calls": [{"function": {"name": "f", "arguments": 5}}],
                 },
             ]
         },
-        None,
+        "messages",
         "arguments of a tool call",
     ),
     ({"response_format": {"type": "xml"}}, "response_format", "must be 'text', 'json_object'"),

@@ -23,7 +23,7 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 # A template of a model that reasons and calls tools as Hermes does.
 HERMES = """{%- for tool in tools %}{{ tool | tojson }}{% endfor %}
-{%- for message in messages %}{{ '<' + message.role + '>' + message.content }}
+{%- for message in messages %}{{ '<' + message.role + '>' }}{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
 {%- for call in message.tool_calls %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}
 {%- endfor %}{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}{{ '<think>' if open }}"""
 CALL_TEXT = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -181,6 +181,46 @@ def test_the_template_renders_tools_calls_and_results(server: Server) -> None:
     assert json.dumps(WEATHER["function"]["description"]) in text
     assert '<tool_call>get_weather {"city": "Paris"}</tool_call>' in text
     assert "<tool>Sunny." in text
+
+
+def test_messages_as_clients_send_them_back(server: Server) -> None:
+    """Only what a template renders has an effect; reasoning and refusals have other names in some APIs."""
+    sent = {
+        "annotations": [{"type": "url_citation"}],
+        "audio": None,
+        "cache_control": {"type": "ephemeral"},
+        "id": "msg_1",
+        "parsed": {"a": 1},
+        "provider_specific_fields": {},
+        "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
+        "refusal": None,
+        "thinking_blocks": [],
+    }
+    user = {"role": "user", "content": "Hi"}
+    for fields, other in (
+        ({"content": "Yes."}, {}),
+        ({"content": "Yes."}, {"refusal": "No."}),
+        ({"content": "No."}, {"content": None, "refusal": "No."}),
+        ({"content": "Yes.", "reasoning_content": "Hm."}, {"reasoning_content": "Hm."}),
+        ({"content": "Yes.", "reasoning_content": "Hm."}, {"reasoning": "Hm."}),
+        (
+            {"content": "Yes.", "reasoning_content": "A"},
+            {"reasoning_content": "A", "reasoning": "B"},
+        ),
+    ):
+        plain = {"role": "assistant", **fields}
+        given = {"role": "assistant", "content": "Yes.", **sent, **other}
+        expected = render(server, messages=[user, plain, user])
+        assert render(server, messages=[user, given, user]) == expected
+
+
+@pytest.mark.parametrize("arguments", ['{"city": ', "[1]", "Paris", '{"a": 1, "a": 2}'])
+def test_arguments_that_are_no_object_are_rendered_as_text(server: Server, arguments: str) -> None:
+    """A client sends a wrong call back, with an error as its result, for the model to try again."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [HISTORY[0], {"role": "assistant", "tool_calls": [call]}]
+    text = render(server, messages=history, tools=[WEATHER])
+    assert json.dumps({"invalid_json": arguments}) in text
 
 
 def test_the_template_does_not_see_strict(server: Server) -> None:

@@ -141,27 +141,40 @@ class Message(BaseModel):
     )
     reasoning_content: str | None = None
 
-    # Fields that the OpenAI client adds to a message that is sent back; empty values have no effect.
-    _EMPTY_ALLOWED: ClassVar = {
-        "refusal",
-        "audio",
+    # What clients add to a message that is sent back, beside its text: no chat template renders it.
+    _NOT_RENDERED: ClassVar = {
         "annotations",
-        "reasoning",
+        "cache_control",
         "id",
+        "parsed",
+        "provider_specific_fields",
+        "reasoning_details",
+        "thinking_blocks",
     }
 
     def model_post_init(self, _context: Any) -> None:
-        call = (self.model_extra or {}).pop("function_call", None)
+        extra = self.model_extra or {}
+        call = extra.pop("function_call", None)
         if call is not None:  # the older form of tool_calls
             self.tool_calls = [*(self.tool_calls or ()), {"type": "function", "function": call}]
-        for name, value in (self.model_extra or {}).items():
-            if name not in self._EMPTY_ALLOWED or (name != "id" and value not in (None, [])):
+        self.content = self._other_name(extra, "refusal", self.content)
+        self.reasoning_content = self._other_name(extra, "reasoning", self.reasoning_content)
+        for name, value in extra.items():
+            if name not in self._NOT_RENDERED and (name, value) != ("audio", None):
                 raise unknown_field(name, type(self).model_fields, "messages")
         if self.content is None and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has no content.", "messages")
         if self.tool_calls and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has tool_calls.", "messages")
         check_calls(self.tool_calls or ())
+
+    @staticmethod
+    def _other_name(extra: dict[str, Any], name: str, given: str | None) -> str | None:
+        """A text that is `given` under its usual name, or else under another one."""
+        value = extra.pop(name, None)
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} must be a string; got {abbreviate(value)}.", "messages")
+        return given or value or given
 
     def for_template(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in type(self).model_fields}

@@ -14,6 +14,9 @@ from windlass.serve.fields import validation_error
 from windlass.serve.json_body import decode
 from windlass.text.parsing.output import ToolSet
 
+# The argument under which a template gets a call's arguments that are no JSON object.
+INVALID_JSON = "invalid_json"
+
 
 class Function(BaseModel):
     """A function that the model may call."""
@@ -133,7 +136,16 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = decode(arguments.encode() or b"{}", "the arguments of a tool call")
+        arguments = _as_object(arguments)
     if not isinstance(arguments, dict):
         raise RequestError("the arguments of a tool call must be a JSON object.", "messages")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_object(arguments: str) -> dict[str, Any]:
+    """The arguments that a model wrote. It sees its own mistake again where they are no JSON object."""
+    try:
+        decoded = decode(arguments.encode() or b"{}", "the arguments of a tool call")
+    except RequestError:
+        decoded = None
+    return decoded if isinstance(decoded, dict) else {INVALID_JSON: arguments}
