@@ -191,6 +191,27 @@ def test_a_model_may_open_its_reasoning_before_a_grammar(llm: LLM) -> None:
     assert re.fullmatch("[0-9]{3}", text_of(tokens))
 
 
+def test_a_model_may_reason_before_an_answer_of_a_format() -> None:
+    tools = ToolSet({"now": {}})
+    required = replace(tools, forced=True)
+    for prompt, start in (
+        ("<assistant>", (290,)),
+        ("<think>", ()),
+        ("<think>\n\n</think>\n\n", None),
+    ):
+        for given, form in ((None, {"regex": "a"}), (tools, {"regex": "a"}), (required, None)):
+            made = chat_output(
+                choose_format(THINKING, "auto", "auto"),
+                given,
+                SamplingParams(structured_outputs=form),
+                prompt=prompt,
+                tokenizer=OneToken(VOCAB, (EOS,)),
+            )
+            phase = made.sampling.reasoning
+            assert (None if phase is None else phase.start) == start
+            assert (made.parsing.reasoning is None) == (phase is None)
+
+
 class Merging(ByteTokenizer):
     """Merges the end of a tag with a line feed, as BPE does."""
 

@@ -95,6 +95,13 @@ def test_keywords_that_are_not_enforced_are_named(server: Server, stream: bool, 
     assert "X-Windlass-Schema-Relaxed" not in server.chat(guided_json=True, max_tokens=2).headers
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type(server: Server, kind: str) -> None:
+    form = {"type": kind, "schema": {"type": "array", "uniqueItems": True}}
+    response = server.chat(max_tokens=1, response_format=form)
+    assert response.headers["X-Windlass-Schema-Relaxed"] == "uniqueItems at #"
+
+
 def test_such_a_header_is_short_and_ascii(server: Server) -> None:
     items = {f"é\n{i}": {"not": {}} for i in range(200)}
     response = server.chat(guided_json={"type": "object", "properties": items}, max_tokens=2)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.serve.conftest import Server, running
 from tests.serve.fakes import CARD, TEMPLATE
+from windlass.serve.protocol import TokenizeChatRequest
 
 WEATHER = {
     "type": "function",
@@ -248,6 +249,35 @@ def test_a_template_without_tools_uses_json_calls(plain_server: Server) -> None:
 def test_reasoning_effort_reaches_the_template(server: Server) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert "effort high" in render(server, messages=messages, reasoning_effort="high")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "/"),
+        ({"enable_thinking": False}, "False/False"),
+        ({"thinking": {"type": "enabled"}}, "True/True"),
+        ({"thinking": {"type": "disabled"}}, "False/False"),
+        ({"thinking": {"type": "adaptive"}}, "/"),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, "False/False"),
+        ({"reasoning_effort": "none"}, "False/False"),
+        ({"reasoning": {"enabled": True}, "reasoning_effort": "none"}, "True/True"),
+        ({"chat_template_kwargs": {"thinking": 1}, "enable_thinking": False}, "False/1"),
+    ],
+)
+def test_reasoning_is_switched_by_any_field(fields: dict[str, Any], expected: str) -> None:
+    body = TokenizeChatRequest.of({"messages": [{"role": "user", "content": "Hi"}], **fields}, 0)
+    options = body.template_options or {}
+    assert f"{options.get('enable_thinking', '')}/{options.get('thinking', '')}" == expected
+
+
+def test_a_budget_inside_of_thinking(server: Server) -> None:
+    body = {"messages": say("Hm.</think>Yes."), "chat_template_kwargs": {"open": True}}
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    response = server.http.post("/v1/chat/completions", json={**body, "thinking": thinking})
+    assert response.status_code == 200, response.text
+    twice = {**body, "thinking": thinking, "thinking_budget": 6}
+    assert "are aliases and differ" in server.http.post("/v1/chat/completions", json=twice).text
 
 
 def test_parsers_can_be_set() -> None:

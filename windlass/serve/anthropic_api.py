@@ -77,7 +77,7 @@ class CountedRequest(Body):
             fields |= _choice(self.tool_choice)
         if self.thinking is not None:
             enabled = self.thinking.get("type") != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": enabled}
+            fields["enable_thinking"] = enabled
         if self.output_config is not None and self.output_config.effort is not None:
             effort = self.output_config.effort
             fields["reasoning_effort"] = "xhigh" if effort == "max" else effort

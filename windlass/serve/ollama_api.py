@@ -88,7 +88,7 @@ class OllamaRequest(Body, DeadlineField):
             return {"reasoning_effort": self.think}
         if self.think is None:
             return {}
-        return {"chat_template_kwargs": {"enable_thinking": self.think}}
+        return {"enable_thinking": self.think}
 
 
 class OllamaChatRequest(OllamaRequest):

@@ -249,9 +249,13 @@ class Body(BaseModel):
         return self._num_bytes
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 ThinkingBudget = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit
 
+
+# Variables of chat templates that switch reasoning on and off.
+_THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 MAX_DEADLINE_MS = 86_400_000.0
 DeadlineMs = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
@@ -272,6 +276,19 @@ class ReasoningOptions(BaseModel):
             raise unknown_field(name, type(self).model_fields, "reasoning")
 
 
+class Thinking(BaseModel):
+    """The field `thinking` of a chat, as hosted models have it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: ThinkingBudget | None = None
+
+    def model_post_init(self, _context: Any) -> None:
+        for name in self.model_extra or {}:
+            raise unknown_field(name, type(self).model_fields, "thinking")
+
+
 class ConversationRequest(BaseModel):
     """Fields of a conversation that the chat template renders."""
 
@@ -284,7 +301,9 @@ class ConversationRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningOptions | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    verbosity: Verbosity | None = None
     chat_template: Annotated[str, Field(max_length=limits.MAX_TEMPLATE_CHARS)] | None = None
 
     @property
@@ -300,12 +319,26 @@ class ConversationRequest(BaseModel):
         effort = self.reasoning_effort or reasoning.effort
         if effort is not None:
             options["reasoning_effort"] = effort
-            options["enable_thinking"] = effort != "none"
-        if reasoning.enabled is not None:
-            options["enable_thinking"] = reasoning.enabled
+        is_thinking = self._is_thinking
+        if is_thinking is not None:
+            options |= dict.fromkeys(_THINKING_VARIABLES, is_thinking)
         if self.verbosity is not None:
             options["verbosity"] = self.verbosity
         return (options | (self.chat_template_kwargs or {})) or None
+
+    @property
+    def _is_thinking(self) -> bool | None:
+        """Whether the model should reason, by the most explicit field; None: as its template has it."""
+        reasoning = self.reasoning or ReasoningOptions()
+        effort = self.reasoning_effort or reasoning.effort
+        by_type = {"enabled": True, "disabled": False}
+        answers = (
+            self.enable_thinking,
+            None if self.thinking is None else by_type.get(self.thinking.type),
+            reasoning.enabled,
+            None if effort is None else effort != "none",
+        )
+        return next((answer for answer in answers if answer is not None), None)
 
 
 class DeadlineField(BaseModel):
@@ -480,6 +513,9 @@ class ChatRequest(GenerationRequest, ConversationRequest):
             "thinking_token_budget": self.thinking_token_budget,
             "thinking_budget": self.thinking_budget,
             "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+            "thinking.budget_tokens": None
+            if self.thinking is None
+            else self.thinking.budget_tokens,
             "chat_template_kwargs.thinking_budget": self._template_budget,
         }
         found = {name: value for name, value in given.items() if value is not None}

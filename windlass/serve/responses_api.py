@@ -17,6 +17,7 @@ from windlass.serve.protocol import (
     OutputLimit,
     ReasoningEffort,
     ThinkingBudget,
+    Verbosity,
 )
 
 Json = dict[str, Any]
@@ -37,7 +38,7 @@ class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     format: Json | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesRequest(Body, DeadlineField):
@@ -86,6 +87,7 @@ class ResponsesRequest(Body, DeadlineField):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "thinking_token_budget": None if self.reasoning is None else self.reasoning.max_tokens,
             "response_format": self._response_format(),
+            "verbosity": None if self.text is None else self.text.verbosity,
             "user": self.user,
         }
         if self.truncation == "auto":

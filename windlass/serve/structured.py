@@ -52,13 +52,15 @@ def structured_of(body: GenerationRequest) -> StructuredOutputs | None:
 
 def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     kind = value.get("type")
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise RequestError(
             f"type must be 'text', 'json_object' or 'json_schema', got {abbreviate(kind)}."
         )
     schema = value.get("json_schema")
+    if schema is None and value.get("schema") is not None:
+        schema = value  # llama.cpp and hosted models have the schema beside the type
+    elif kind == "json_object" and schema is None:
+        return {"json_object": True}
     if not isinstance(schema, dict) or "schema" not in schema:
         raise RequestError('json_schema must be an object such as {"name": "…", "schema": {…}}.')
     return {"json": schema["schema"]}

@@ -57,7 +57,8 @@ def chat_output(
     tags = output_format.reasoning or dialect.reasoning
     is_open = tags is not None and tags.opened_by(prompt)
     phase = None
-    if tags is not None and _is_followed(sampling, structured, dialect, is_open=is_open):
+    is_closed = tags is not None and tags.closed_by(prompt)
+    if tags is not None and _is_followed(sampling, structured, dialect, is_closed=is_closed):
         phase = _phase(
             tags,
             tokenizer,
@@ -90,15 +91,12 @@ def _is_followed(
     structured: StructuredOutputs | None,
     dialect: Dialect,
     *,
-    is_open: bool,
+    is_closed: bool,
 ) -> bool:
     """Whether the end of the reasoning has an effect: a budget ends it, or a grammar begins behind it."""
     has_budget = sampling.thinking_token_budget is not None
-    if structured is None or structured.calls is None:
-        # Without a budget, a model that need not reason begins with an answer of a given format.
-        return has_budget or (structured is not None and is_open)
-    if dialect.reasoning is None:
-        return True
+    if structured is None or structured.calls is None or dialect.reasoning is None:
+        return has_budget or (structured is not None and not is_closed)
     if has_budget:
         raise RequestError(
             f"with {dialect.name} calls, thinking_token_budget cannot be combined with strict tools, nor "

@@ -29,6 +29,10 @@ class ReasoningTags:
         """Whether the prompt ends inside of reasoning, as templates write it for models that always reason."""
         return prompt.rstrip().endswith(self.start) and not prompt.endswith(self.end)
 
+    def closed_by(self, prompt: str) -> bool:
+        """Whether the prompt ends behind the reasoning, as templates write it for an answer without any."""
+        return prompt.rstrip().endswith(self.end)
+
     def read(self, reader: Reader, out: OutputSink, *, is_open: bool) -> Steps[None]:
         """Read the reasoning and the whitespace after it, if the output begins with reasoning."""
         spaces = yield from reader.spaces()
