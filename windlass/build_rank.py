@@ -25,6 +25,7 @@ from windlass.start_log import start_log
 from windlass.text.grammar.backend import GrammarBackend
 from windlass.text.grammar.compiler import GrammarCompiler
 from windlass.text.grammar.matchers import RequestMatchers
+from windlass.tiers.disk_files import open_directory
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Owner
@@ -120,6 +121,8 @@ def build_rank(
 
     files, hparams = source.files, source.hparams
     limits = config.limits(choose_device(config.model).type)
+    if config.cache.prefix_cache_dir is not None:
+        open_directory(config.cache.prefix_cache_dir)  # refuse a bad one before minutes of loading
     with log.phase("load weights"):
         checkpoint = open_checkpoint(files, config.model)
         weights = load_network(config, hparams, checkpoint, weights=weights, mesh=mesh)

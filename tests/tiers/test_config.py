@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from windlass import LLM
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.start import make_client, open_prefill_port
@@ -100,3 +102,19 @@ def test_addresses_of_prefill_servers() -> None:
     )
     assert config.parallel.prefill_addresses == ["a:1", "b:2", "[::1]:3"]
     assert config.parallel.roles == ("decode", "decode", "prefill", "prefill", "prefill")
+
+
+def test_a_directory_of_others_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.runner.load.load_network", None)
+    shared = tmp_path / "kv"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match="has mode 0777, so that other users can change it"):
+        LLM(
+            "benchmarks/models/smollm2-135m",
+            load_format="dummy",
+            device="cpu",
+            prefix_cache_dir=str(shared),
+        )

@@ -75,8 +75,7 @@ class DiskStore:
                 f"--prefix-cache-gb allows {max_bytes:,} bytes, and one block takes "
                 f"{self._file_bytes:,}. Set a larger size."
             )
-        self._directory = Path(directory).expanduser().absolute()
-        open_directory(self._directory)
+        self._directory = open_directory(directory)
         self._fingerprint = fingerprint
         self._folder = self._directory / fingerprint.digest.hex()
         self._max_bytes = max_bytes

@@ -44,8 +44,9 @@ class StoredRecord(NamedTuple):
         return bytes.fromhex(Path(self.path).stem)
 
 
-def open_directory(directory: Path) -> None:
+def open_directory(path: str | Path) -> Path:
     """Create the directory with mode 0700, or check that no other user could have written into it."""
+    directory = Path(path).expanduser().absolute()
     need_posix("--prefix-cache-dir", "fcntl", "os.preadv", "os.O_DIRECTORY")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,6 +56,7 @@ def open_directory(directory: Path) -> None:
             "Choose a directory that you can write."
         ) from error
     check_private(directory, variable="--prefix-cache-dir", use="reads cached KV blocks")
+    return directory
 
 
 def record_path(folder: str, key: bytes) -> str:
