@@ -242,7 +242,8 @@ class Engine:
     def memory(self) -> Memory:
         """Report the current use of memory."""
         held = self._memory.held() if self._memory is not None else None
-        return Memory(self._scheduler.block_use(), self.asleep, held)
+        scheduler = self._scheduler
+        return Memory(scheduler.block_use(), self.asleep, held, scheduler.adapters.uses())
 
     def sleep(self) -> None:
         """Free memory until `wake`. Drops the prefix cache and its pins. No request may be running."""

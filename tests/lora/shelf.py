@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.core.world import FakeRunner
-from windlass.core.types import RowResult, StepPlan, StepResult
+from windlass.core.types import AdapterSize, RowResult, StepPlan, StepResult
 from windlass.errors import AdapterConflict, CheckpointError
 
 
@@ -75,6 +75,12 @@ class FakeShelf:
     def get(self, name: str) -> str:
         assert name in self.there, f"{name} was not ready when a plan named it"
         return name
+
+    def in_memory(self, name: str) -> bool:
+        return name in self.there
+
+    def size(self, name: str) -> AdapterSize | None:
+        return AdapterSize(8, 1000) if name in self.there else None
 
     def hold(self, name: str) -> None:
         self.held.append(name)

@@ -94,6 +94,16 @@ def test_model_field_selects_the_adapter(adapter_server: AdapterServer) -> None:
     assert texts["base"] != texts["first"]
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         client.completions.create(model="third", prompt="w1")
+    (use,) = adapter_server.http.get("/memory").json()["adapters"]
+    assert use.pop("bytes") > 0
+    assert use == {
+        "name": "first",
+        "place": "device",
+        "rank": 4,
+        "running": 0,
+        "waiting": 0,
+        "requests": 1,
+    }
     counted = adapter_server.http.post(
         "/tokenize", json={"model": "first", "prompt": "w1 w2"}
     ).json()

@@ -10,7 +10,7 @@ from tests.core.world import World, limits, plain_loop
 from tests.lora.shelf import AdaptedRunner, FakeShelf
 from windlass.core.adapters import Adapters
 from windlass.core.sampling import SamplingParams
-from windlass.core.types import NewRequest
+from windlass.core.types import AdapterSize, NewRequest
 from windlass.errors import AdapterConflict, AdapterNotFound
 
 
@@ -47,6 +47,36 @@ class Adapted(World):
         if plan.rows:
             self.commit(plan, self.runner.run(plan))
         return [row.request_id for row in plan.rows]
+
+
+def test_uses_of_adapters() -> None:
+    world = Adapted(FakeShelf("abc", delay=0), num_slots=1)
+    uses = {use.name: use for use in world.adapters.uses()}
+    assert [(use.place, use.size, use.num_requests) for use in uses.values()] == [
+        ("disk", None, 0)
+    ] * 3
+    world.ask("first", "a")
+    world.ask("second", "a")
+    world.ask("third", "b")
+    world.rows()
+    uses = {use.name: use for use in world.adapters.uses()}
+    counts = {
+        name: (use.place, use.num_running, use.num_waiting, use.num_requests)
+        for name, use in uses.items()
+    }
+    assert counts == {
+        "a": ("device", 2, 0, 2),
+        "b": ("memory", 0, 1, 1),
+        "c": ("disk", 0, 0, 0),
+    }
+    assert uses["a"].size == AdapterSize(8, 1000)
+    while world.rows():
+        pass
+    world.adapters.unload("a")
+    world.adapters.load("a", "elsewhere")
+    uses = {use.name: use for use in world.adapters.uses()}
+    assert (uses["a"].num_requests, uses["b"].num_requests) == (0, 1)
+    assert uses["b"].place == "device"
 
 
 def test_request_waits_for_its_adapter_while_others_run() -> None:

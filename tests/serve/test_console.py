@@ -18,6 +18,8 @@ import pytest
 from tests.serve.browser import Page, find_chromium, open_browser
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import CARD, Options, counting
+from windlass.core.memory import AdapterUse, Memory
+from windlass.core.types import AdapterSize
 from windlass.serve.console_files import CONSOLE_PATHS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +55,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def page(browser: Page, server: Server) -> Iterator[Page]:
     """The playground of a new visitor; nothing may have complained at the end."""
     browser.resize(1280, 800)
-    browser.open(f"{server.url}/")
+    browser.open(f"{server.url}/version")  # of the same origin, and it keeps nothing
     browser.eval("localStorage.clear(), sessionStorage.clear()")
     browser.open("about:blank")
     browser.complaints.clear()
@@ -414,6 +416,40 @@ def test_adapters_appear_without_a_reload(page: Page, server: Server) -> None:
 
 
 @needs_browser
+def test_adapters_have_details(page: Page, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = server.client
+    report = client.memory
+
+    async def memory() -> dict[int, Memory]:
+        size = AdapterSize(rank=16, num_bytes=5 * 2**20)
+        uses = (
+            AdapterUse("ice", "disk", None, num_running=0, num_waiting=0, num_requests=0),
+            AdapterUse("sea", "device", size, num_running=2, num_waiting=1, num_requests=40),
+        )
+        return {index: replace(each, adapters=uses) for index, each in (await report()).items()}
+
+    monkeypatch.setattr(client, "memory", memory)
+    monkeypatch.setattr(
+        client.adapters, "folders", {"ice": "/adapters/ice", "sea": "/adapters/sea"}
+    )
+    visit(page, "server")
+    page.wait("document.querySelector('table.plain')?.innerText.includes('device')")
+    rows = page.eval(
+        "[...document.querySelectorAll('table.plain tbody tr')].map("
+        "(row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    assert rows == [
+        ["sea\n/adapters/sea", "device", "16", "5.00 MiB", "2", "1", "40"],
+        ["ice\n/adapters/ice", "disk", "–", "–", "0", "0", "0"],
+    ]
+    for width in (390, 900):
+        page.resize(width, 844, is_phone=width == 390)
+        assert page.eval("document.documentElement.scrollWidth") == width
+        fits = "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+        page.wait(fits)
+
+
+@needs_browser
 def test_an_error_is_shown_and_the_conversation_goes_on(page: Page) -> None:
     page.fill("#max_tokens", "999999")
     ask(page, "Hi")
@@ -436,6 +472,33 @@ def test_charts_get_data(page: Page, server: Server) -> None:
     )
     assert "%" in page.text("[aria-label='KV cache'] .chart-value")
     assert page.eval("document.querySelectorAll('.chart').length") == 9
+
+
+@needs_browser
+def test_charts_keep_their_history_over_a_reload(page: Page, server: Server) -> None:
+    times = (
+        "(JSON.parse(sessionStorage.getItem('windlass-charts'))?.samples ?? []).map((s) => s.time)"
+    )
+    count = "[...document.querySelectorAll('[aria-label=Requests] .line')].map((line) => line.getAttribute('d').split('L').length)[0]"
+    visit(page, "dashboard")
+    server.chat(max_tokens=20)
+    page.wait(f"{count} >= 3")
+    page.reload()
+    page.wait("document.querySelector('.status-text')?.textContent === 'Connected'")
+    kept = page.eval(times)
+    assert len(kept) >= 3
+    page.wait(f"{count} > {len(kept)}")
+    assert page.eval(
+        "document.querySelector('[aria-label=Throughput] .chart-value').innerText.endsWith('tok/s')"
+    )
+    # Another model's figures are not shown.
+    page.eval(
+        "addEventListener('pagehide', () => sessionStorage.setItem('windlass-charts', JSON.stringify({model: 'other', samples: [{time: 1}]})))"
+    )
+    page.reload()
+    page.wait("document.querySelector('.status-text')?.textContent === 'Connected'")
+    page.wait(f"{count} >= 2")
+    assert page.eval(count) < len(kept)
 
 
 @needs_browser

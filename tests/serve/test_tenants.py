@@ -27,6 +27,9 @@ from openai import OpenAI
 from tests import warm_start
 from tests.serve.conftest import Server, running, wait_until
 from tests.serve.fakes import CARD
+from windlass.core.memory import AdapterUse, BlockUse, Memory
+from windlass.serve.admin import memory_json
+from windlass.serve.tenants import Tenant
 
 ROOT = Path(__file__).parents[2]
 BODY = {"prompt": "Hi", "max_tokens": 4}
@@ -99,6 +102,20 @@ def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Server]:
         price_per_hour=3600.0,
     ) as server:
         yield server
+
+
+def test_a_tenant_sees_its_own_adapters(folder: Path) -> None:
+    tenants = {"boss": {"admin": True}, "narrow": {"adapters": ["sea"]}}
+    path = folder / "adapters.json"
+    with running(keys_file=write_tenants(path, tenants)) as server:
+        server.client.adapters.folders.update(sea="/sea", ice="/ice")
+        for key, names in (("narrow", ["sea"]), ("boss", ["sea", "ice"])):
+            state = server.http.get("/console/state", headers=bearer(key)).json()
+            assert list(state["adapters"]) == names
+    uses = (AdapterUse(name, "disk", None, 0, 0, 0) for name in ("sea", "ice"))
+    memory = Memory(BlockUse(0, 0, 4, 16, 0), asleep=False, adapters=tuple(uses))
+    (entry,) = memory_json(memory, 1024, Tenant(name="narrow", adapters=("sea",)))["adapters"]
+    assert (entry["name"], entry["place"], entry["rank"]) == ("sea", "disk", None)
 
 
 def test_every_header_carries_a_key_and_every_path_needs_one(server: Server) -> None:

@@ -113,6 +113,8 @@ def print_memory(report: Json) -> None:
             shown.print(f"Replica {each['replica']}")
         if each["blocks"] is not None:
             shown.print(_memory_table(each))
+        if each.get("adapters"):
+            shown.print(_adapter_table(each["adapters"]))
 
 
 def _memory_table(report: Json) -> Table:
@@ -143,6 +145,24 @@ def _memory_table(report: Json) -> Table:
     unfilled = blocks["unfilled"]
     more = f"{counted(unfilled['tokens'], 'token')} of space in the last blocks"
     table.add_row("KV unfilled", readable_bytes(unfilled["bytes"]), more)
+    return table
+
+
+_PLACES = {"device": "on the device", "memory": "in host memory", "disk": "on disk"}
+
+
+def _adapter_table(adapters: list[Json]) -> Table:
+    """The LoRA adapters: where each is, its size, and its requests."""
+    table = make_table("Adapter", "Where", "Rank", "Bytes", "Running", "Queued", "Requests")
+    for each in adapters:
+        is_read = each["rank"] is not None
+        table.add_row(
+            each["name"],
+            _PLACES[each["place"]],
+            str(each["rank"]) if is_read else "",
+            readable_bytes(each["bytes"]) if is_read else "",
+            *(f"{each[name]:,}" for name in ("running", "waiting", "requests")),
+        )
     return table
 
 

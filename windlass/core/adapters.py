@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Protocol
 
-from windlass.core.types import AdapterStats
+from windlass.core.memory import AdapterUse, Place
+from windlass.core.types import AdapterSize, AdapterStats
 from windlass.errors import AdapterConflict, AdapterNotFound, EngineError
 
 # Younger requests that may take a slot before the longest-waiting request gets the next one.
@@ -44,6 +45,12 @@ class Shelf(Protocol):
         """Whether the adapter is in host memory; if not, start to read it. Raises once if the read failed."""
         ...
 
+    def in_memory(self, name: str) -> bool: ...
+
+    def size(self, name: str) -> AdapterSize | None:
+        """The size of an adapter when it was last read; None: it was not."""
+        ...
+
     def hold(self, name: str) -> None: ...
 
     def drop(self, name: str) -> None: ...
@@ -60,6 +67,11 @@ class _NoShelf:
 
     def ready(self, name: str) -> bool:  # noqa: ARG002
         return False
+
+    in_memory = ready
+
+    def size(self, name: str) -> None:
+        pass
 
     def version(self, name: str) -> str:
         raise AssertionError(f"{name!r} is not registered")
@@ -91,6 +103,7 @@ class Adapters:
         self._orders: dict[int, str] = {}  # slots that the next plan fills
         self._given: list[str] = []  # freed when the last plan has run
         self._users: dict[str, int] = {}  # running and queued requests
+        self._num_requests: dict[str, int] = {}  # since the adapter was loaded
         self._leaving: set[str] = set()  # to be unloaded when the last user ends
         self._salts: dict[str, str] = {}  # distinguish an adapter from others of the same name
         self._requested: set[str] = set()  # by this plan
@@ -151,6 +164,7 @@ class Adapters:
         if slot is not None:
             self._free.append(slot)
         self._salts.pop(name, None)
+        self._num_requests.pop(name, None)
         self._num_changes += 1
         self._shelf.unregister(name)
 
@@ -175,6 +189,7 @@ class Adapters:
                 "model",
             )
         self._users[name] = self._users.get(name, 0) + 1
+        self._num_requests[name] = self._num_requests.get(name, 0) + 1
         return salt
 
     def leave(self, name: str) -> None:
@@ -280,6 +295,25 @@ class Adapters:
     def state(self) -> tuple[int, int]:
         """While this is unchanged, a request without its adapter cannot get it."""
         return self._num_changes, self._shelf.num_ended
+
+    def uses(self) -> tuple[AdapterUse, ...]:
+        """All adapters, also those that are being unloaded."""
+        return tuple(
+            AdapterUse(
+                name,
+                place=self._place(name),
+                size=self._shelf.size(name),
+                num_running=self._pins.get(name, 0),
+                num_waiting=self._users.get(name, 0) - self._pins.get(name, 0),
+                num_requests=self._num_requests.get(name, 0),
+            )
+            for name in self._shelf.names
+        )
+
+    def _place(self, name: str) -> Place:
+        if name in self._slots:
+            return "device"
+        return "memory" if self._shelf.in_memory(name) else "disk"
 
     def stats(self) -> AdapterStats | None:
         """None if the engine has no adapters."""

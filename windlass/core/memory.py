@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from windlass.core.card import MemoryReport
+from windlass.core.types import AdapterSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,21 @@ class BlockUse:
     num_unfilled: int  # unused token slots in the last blocks of running requests
 
 
+Place = Literal["device", "memory", "disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """A LoRA adapter: its size, the fastest place that has it, and its requests."""
+
+    name: str
+    place: Place
+    size: AdapterSize | None  # None: it was never read
+    num_running: int
+    num_waiting: int
+    num_requests: int  # since it was loaded
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Memory use. `held` is None when the runner reports none."""
@@ -25,3 +42,4 @@ class Memory:
     blocks: BlockUse
     asleep: bool
     held: MemoryReport | None = None
+    adapters: tuple[AdapterUse, ...] = ()

@@ -274,6 +274,14 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """The size of a LoRA adapter, on one rank."""
+
+    rank: int  # the largest of its modules
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterStats:
     """State of the LoRA adapters."""
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
 
+from windlass.core.types import AdapterSize
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.kernels.storages import Held
 from windlass.lora.base import Adapter
@@ -64,6 +65,7 @@ class AdapterStore:
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
         self._pending: dict[str, Future[tuple[Adapter, Version]]] = {}
         self._versions: dict[str, Version] = {}  # of the files when first used
+        self._sizes: dict[str, AdapterSize] = {}  # when last read
         self._held: dict[str, int] = {}  # hold counts
         self._reader = ThreadPoolExecutor(_num_readers(), "windlass-adapters")
         # Called with what other ranks do too: register, unregister or read, and the arguments.
@@ -98,6 +100,7 @@ class AdapterStore:
         self._openers.pop(name, None)
         self._loaded.pop(name, None)
         self._versions.pop(name, None)
+        self._sizes.pop(name, None)
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.cancel()
@@ -126,6 +129,12 @@ class AdapterStore:
     def folders(self) -> dict[str, str]:
         """Folder of each adapter, by name."""
         return {name: str(folder) for name, folder in self._folders.items()}
+
+    def in_memory(self, name: str) -> bool:
+        return name in self._loaded
+
+    def size(self, name: str) -> AdapterSize | None:
+        return self._sizes.get(name)
 
     @property
     def num_in_memory(self) -> int:
@@ -174,6 +183,7 @@ class AdapterStore:
         self.num_loads += 1
         self._versions[name] = version
         self._loaded[name] = adapter
+        self._sizes[name] = AdapterSize(adapter.rank, adapter.num_bytes)
         self._evict()
 
     def _collect_finished(self) -> None:

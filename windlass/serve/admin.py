@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.core.memory import Memory
+from windlass.core.memory import AdapterUse, Memory
 from windlass.errors import RequestError, WorkerDied
 from windlass.serve.abbreviate import abbreviate
 from windlass.serve.bodies import decode_as, read_body, reply
@@ -19,6 +19,7 @@ from windlass.serve.json_body import decode_object
 from windlass.serve.problems import ConfigConflict
 from windlass.serve.protocol import SleepRequest, WakeRequest
 from windlass.serve.services import Services
+from windlass.serve.tenants import Tenant
 
 T = TypeVar("T")
 
@@ -31,15 +32,18 @@ class Admin:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def memory(self) -> Response:
+    async def memory(self, request: Request) -> Response:
         """The memory report; without figures while the engine process is stopped."""
         sleeper = self._services.sleeper
         state = {"state": sleeper.state, "level": sleeper.level}
         if sleeper.level == 2:
             return reply({**state, "blocks": None, "parts": None})
         client = self._services.client
+        tenant = self._services.keys.tenant_of(request)
         reports = {
-            index: memory_json(memory, client.replicas[index].report.capacity.bytes_per_block)
+            index: memory_json(
+                memory, client.replicas[index].report.capacity.bytes_per_block, tenant
+            )
             for index, memory in (await client.memory()).items()
         }
         if len(client.replicas) == 1:
@@ -133,8 +137,8 @@ def _value(name: str, text: str) -> Any:
         return text
 
 
-def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
-    """Format the memory report: KV blocks by use, memory by purpose, and the unaccounted rest."""
+def memory_json(memory: Memory, per_block: int, tenant: Tenant) -> dict[str, Any]:
+    """Format the memory report: KV blocks by use, memory by purpose, the unaccounted rest, and the tenant's adapters."""
     use = memory.blocks
     counts = {"used": use.num_used, "cached": use.num_cached, "free": use.num_free}
     body: dict[str, Any] = {
@@ -151,6 +155,9 @@ def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
             },
         },
         "parts": None,
+        "adapters": [
+            _adapter_json(each) for each in memory.adapters if tenant.may_use(each.name, ())
+        ],
     }
     held = memory.held
     if held is not None:
@@ -164,3 +171,15 @@ def memory_json(memory: Memory, per_block: int) -> dict[str, Any]:
             "device_total_bytes": held.device_total,
         }
     return body
+
+
+def _adapter_json(use: AdapterUse) -> dict[str, Any]:
+    return {
+        "name": use.name,
+        "place": use.place,
+        "rank": None if use.size is None else use.size.rank,
+        "bytes": None if use.size is None else use.size.num_bytes,
+        "running": use.num_running,
+        "waiting": use.num_waiting,
+        "requests": use.num_requests,
+    }

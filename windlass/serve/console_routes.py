@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.core.types import EngineStats
 from windlass.errors import RequestError
 from windlass.serve.bodies import reply
 from windlass.serve.console_files import PREFIX, ConsoleFiles
@@ -74,7 +76,7 @@ class ConsoleRoutes:
         services = self._services
         await services.metrics.refresh_workers()
         costs, backlog = services.costs, services.client.backlog
-        health = services.readiness()
+        health, tenant = services.readiness(), services.keys.tenant_of(request)
         return reply(
             {
                 "time": time.time(),
@@ -83,10 +85,14 @@ class ConsoleRoutes:
                 "num_waiting": backlog.num_waiting + backlog.num_unseen,
                 "num_waiting_tokens": backlog.num_tokens,
                 "engines": [
-                    {"health": _health_json(each.health()), "stats": each.stats}
+                    {"health": _health_json(each.health()), "stats": _without_names(each.stats)}
                     for each in services.client.replicas
                 ],
-                "adapters": services.client.adapters.folders,
+                "adapters": {
+                    name: folder
+                    for name, folder in services.client.adapters.folders.items()
+                    if tenant.may_use(name, ())
+                },
                 "latencies": services.metrics.latencies(),
                 "cost": None if costs is None else self._trace_routes.cost_for(request, costs),
             }
@@ -124,6 +130,13 @@ class ConsoleRoutes:
             "accepted_tokens": sum(each.timeline.num_accepted for each in traces),
             "cost": None if costs is None else costs.price.of(traces).total,
         }
+
+
+def _without_names(stats: EngineStats) -> EngineStats:
+    """Stats without the names of adapters, which may be other tenants'."""
+    if stats.adapters is None:
+        return stats
+    return replace(stats, adapters=replace(stats.adapters, running=(), waiting=()))
 
 
 def _health_json(health: Health) -> Json:

@@ -7,7 +7,7 @@ import { askForKey } from "./keyprompt.js";
 import { makePlayground } from "./playground.js";
 import { makeRequests, TraceDialog } from "./requests.js";
 import { makeServer } from "./server.js";
-import { poll, subscribe } from "./store.js";
+import { forget, poll, subscribe } from "./store.js";
 
 const VIEWS = [
   ["playground", "Playground", "chat", makePlayground],
@@ -83,8 +83,9 @@ function themeButton() {
 
 const dot = h("i", { class: "dot" });
 const status = h("span", { class: "status-text" }, "Connecting…");
-const forget = button("key", "Forget the key", () => {
+const forgetKey = button("key", "Forget the key", () => {
   key.clear();
+  forget();
   location.reload();
 });
 
@@ -105,7 +106,7 @@ function logo() {
 
 function start() {
   const nav = h("nav", { "aria-label": "Views" }, links);
-  const foot = h("div", { class: "side-foot" }, h("div", { class: "status", role: "status" }, dot, status), h("div", { class: "row" }, forget, themeButton()));
+  const foot = h("div", { class: "side-foot" }, h("div", { class: "status", role: "status" }, dot, status), h("div", { class: "row" }, forgetKey, themeButton()));
   document.body.append(
     h("a", { class: "skip", href: "#main", onclick: (event) => (event.preventDefault(), main.focus()) }, "Skip to the content"),
     h("div", { class: "shell" }, h("div", { class: "side" }, logo(), nav, foot), h("div", { class: "stage" }, banner, main)),
@@ -120,7 +121,7 @@ function start() {
     banner.className = `banner ${kind}`;
     banner.hidden = !text;
     if (banner.textContent !== text) banner.textContent = text;
-    forget.hidden = !key.get();
+    forgetKey.hidden = !key.get();
     document.body.classList.toggle("disconnected", store.connected === false);
   });
   addEventListener("hashchange", route);

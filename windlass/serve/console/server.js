@@ -25,19 +25,26 @@ export function makeServer() {
     section("Choices", "What was chosen at start-up, and why.", choices),
   );
   let infoShown = null;
+  let reports = []; // of the memory of each replica
   const render = ({ info, state }) => {
     if (!info || !state || !element.isConnected) return;
     overview.replaceChildren(...tiles(info, state));
     levers.replaceChildren(...leversOf(info, state).map(leverCard));
-    adapters.replaceChildren(adapterList(state));
+    adapters.replaceChildren(adapterList(state, reports));
     if (infoShown !== info) choices.replaceChildren(choiceTable(info));
     infoShown = info;
   };
   subscribe(render);
   const failed = (message) => memory.replaceChildren(h("p", { class: "muted" }, message));
+  const refresh = async () => {
+    const report = await getJson("memory");
+    reports = report.replicas ?? [report];
+    memory.replaceChildren(...reports.map((each, at) => memoryReport(each, reports.length > 1 ? `Replica ${at}` : null)));
+    render(store);
+  };
   const show = () => {
     render(store);
-    repeatWhileShown(element, MEMORY_MS, () => showMemory(memory), failed);
+    repeatWhileShown(element, MEMORY_MS, refresh, failed);
   };
   return { element, show };
 }
@@ -142,12 +149,6 @@ function leverCard({ name, gain, detail, share, isOff }) {
 
 // ---- memory ----------------------------------------------------------------------------------
 
-async function showMemory(body) {
-  const report = await getJson("memory");
-  const reports = report.replicas ?? [report];
-  body.replaceChildren(...reports.map((each, at) => memoryReport(each, reports.length > 1 ? `Replica ${at}` : null)));
-}
-
 function memoryReport(report, title) {
   if (!report.blocks) return h("p", { class: "muted" }, `The engine is ${report.state}; it holds no memory.`);
   const { used, cached, free, unfilled, block_size: size } = report.blocks;
@@ -196,12 +197,48 @@ function table(parts) {
 
 // ---- adapters and choices --------------------------------------------------------------------
 
-function adapterList(state) {
+const PLACES = [
+  ["device", "device", "running"],
+  ["memory", "memory", ""],
+  ["disk", "disk", ""],
+];
+
+function adapterList(state, reports) {
   const names = Object.entries(state.adapters);
   if (!names.length) return h("p", { class: "muted" }, "No adapters. Load them with --lora-modules NAME=FOLDER, or through the API with an admin key.");
   const stats = state.engines.map((engine) => engine.stats.adapters).find(Boolean);
   const where = stats && h("p", { class: "muted" }, `${stats.num_resident} on the device, ${stats.num_in_memory} in host memory; read from disk ${plural(stats.num_reads, "time")}; ${plural(stats.num_waiting, "request")} waiting for one.`);
-  return h("div", {}, where, h("dl", { class: "facts" }, names.map(([name, folder]) => h("div", {}, h("dt", {}, name), h("dd", {}, folder)))));
+  const columns = ["Adapter", "Where", "Rank", "Size", "Running", "Queued", "Requests"];
+  const classes = { Rank: "roomy", Size: "roomy", Running: "wide", Queued: "wide" };
+  const head = columns.map((name) => h("th", { scope: "col", class: classes[name] }, name));
+  const rows = names
+    .map(([name, folder]) => ({ name, folder, ...adapterFigures(name, reports) }))
+    .sort((a, b) => b.running - a.running || b.requests - a.requests || a.name.localeCompare(b.name))
+    .map(adapterRow);
+  return h("div", { class: "requests" }, where, h("table", { class: "list plain" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
+}
+
+// The figures of an adapter over all replicas; its size and the fastest place that has it.
+function adapterFigures(name, reports) {
+  const found = reports.flatMap((report) => report.adapters ?? []).filter((each) => each.name === name);
+  const total = (field) => (found.length ? found.reduce((all, each) => all + each[field], 0) : null);
+  const place = PLACES.find(([each]) => found.some((use) => use.place === each));
+  const read = found.find((each) => each.rank !== null);
+  return { place, rank: read?.rank, bytes: read?.bytes, running: total("running"), waiting: total("waiting"), requests: total("requests") };
+}
+
+function adapterRow({ name, folder, place, rank, bytes: size, running, waiting, requests }) {
+  return h(
+    "tr",
+    {},
+    h("td", {}, h("b", {}, name), h("small", { class: "block plain", title: folder }, folder)),
+    h("td", {}, place ? h("span", { class: `badge ${place[2]}` }, place[1]) : "–"),
+    h("td", { class: "roomy" }, count(rank)),
+    h("td", { class: "roomy" }, bytes(size)),
+    h("td", { class: "wide" }, count(running)),
+    h("td", { class: "wide" }, count(waiting)),
+    h("td", {}, count(requests)),
+  );
 }
 
 function choiceTable(info) {

@@ -1,11 +1,13 @@
 // Polls the server, keeps the latest figures with their history, and notifies the views.
 
 import { ApiError, getJson } from "./api.js";
+import { forgetSamples, savedSamples, saveSamples } from "./history.js";
 import { pause } from "./repeat.js";
 
 const INTERVAL_MS = 1500;
 const MAX_SAMPLES = 1300; // about half an hour
 const WINDOW_S = 30; // of percentiles and rates that need several requests
+const GAP_S = 10; // no rate is computed over a longer pause
 
 export const store = {
   info: null, // /console/info
@@ -14,6 +16,13 @@ export const store = {
   connected: null, // null: not known yet
   problem: "", // why the server does not answer, or answers with an error
 };
+
+// Forgets what was shown with a key.
+export function forget() {
+  store.info = null;
+  store.samples = [];
+  forgetSamples();
+}
 
 const listeners = new Set();
 
@@ -26,6 +35,7 @@ const notify = () => listeners.forEach((listener) => listener(store));
 
 // Polls for ever. A hidden page asks nothing; the charts then have a gap.
 export async function poll() {
+  addEventListener("pagehide", () => store.info && saveSamples(store.info, store.samples));
   for (;;) {
     if (!document.hidden) await pollOnce();
     await pause(INTERVAL_MS);
@@ -35,7 +45,11 @@ export async function poll() {
 async function pollOnce() {
   try {
     const state = await getJson("console/state");
-    if (!store.info || isNewEngine(store.state, state)) store.info = await getJson("console/info");
+    if (!store.info || isNewEngine(store.state, state)) {
+      const isFirst = !store.info;
+      store.info = await getJson("console/info");
+      if (isFirst) store.samples = savedSamples(store.info);
+    }
     addSample(state);
     Object.assign(store, { state, connected: true, problem: "" });
   } catch (error) {
@@ -50,28 +64,44 @@ const isNewEngine = (last, now) =>
 
 // ---- samples ---------------------------------------------------------------------------------
 
+const COUNTERS = [
+  "num_generated_tokens",
+  "num_prompt_tokens_computed",
+  "prefix_hits",
+  "prefix_queries",
+  "num_accepted_tokens",
+  "num_draft_tokens",
+];
+
 const total = (state, field) => state.engines.reduce((sum, { stats }) => sum + stats[field], 0);
+
+// What later samples are compared with.
+const countersOf = (state) => ({
+  ...Object.fromEntries(COUNTERS.map((field) => [field, total(state, field)])),
+  latencies: state.latencies,
+});
 
 function addSample(state) {
   const { samples } = store;
   const last = samples.at(-1);
-  const earlier = samples.findLast((each) => each.state.time <= state.time - WINDOW_S) ?? samples[0];
-  samples.push({ time: state.time, state, ...figures(state, last?.state, earlier?.state) });
+  const earlier = samples.find((each) => each.time >= state.time - WINDOW_S);
+  const isGap = !last || state.time - last.time > GAP_S;
+  samples.push({ time: state.time, counters: countersOf(state), ...figures(state, isGap ? null : last, earlier) });
   if (samples.length > MAX_SAMPLES) samples.shift();
-  // The raw state is needed for differences only.
   for (const each of samples) {
-    if (each.state.time >= state.time - 2 * WINDOW_S) break;
-    each.state = { time: each.time };
+    if (each.time >= state.time - 2 * WINDOW_S) break;
+    delete each.counters;
   }
 }
 
+// `last`, `earlier`: samples with their counters, or nothing.
 function figures(state, last, earlier) {
-  const rate = (field) => (last ? Math.max(0, total(state, field) - total(last, field)) / (state.time - last.time) : null);
+  const rate = (field) => (last ? Math.max(0, total(state, field) - last.counters[field]) / (state.time - last.time) : null);
   const share = (part, whole) => {
-    const added = earlier?.engines ? total(state, whole) - total(earlier, whole) : 0;
-    return added > 0 ? (total(state, part) - total(earlier, part)) / added : null;
+    const added = earlier ? total(state, whole) - earlier.counters[whole] : 0;
+    return added > 0 ? (total(state, part) - earlier.counters[part]) / added : null;
   };
-  const quantile = (name, q) => (earlier?.latencies ? quantileOf(earlier.latencies[name], state.latencies[name], q) : null);
+  const quantile = (name, q) => (earlier ? quantileOf(earlier.counters.latencies[name], state.latencies[name], q) : null);
   const blocks = Math.max(1, total(state, "num_blocks"));
   return {
     generated: rate("num_generated_tokens"),
