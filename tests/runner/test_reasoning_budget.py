@@ -239,10 +239,17 @@ def test_harmony_ends_in_the_final_channel() -> None:
     phase = made.sampling.reasoning
     assert phase is not None
     assert bytes(phase.closing) == b"<|end|><|start|>assistant<|channel|>final<|message|>"
-    assert list(map(bytes, phase.ends)) == [
+    finals = [
         b"<|channel|>final<|message|>",
-        b"<|channel|>commentary",
+        b"<|channel|>final json<|message|>",
+        b"<|channel|>final<|constrain|>json<|message|>",
+        b"<|channel|>final <|constrain|>json<|message|>",
     ]
+    assert list(map(bytes, phase.ends)) == [*finals, b"<|channel|>commentary"]
+    structured = SamplingParams(structured_outputs={"regex": "a"})
+    made = chat_output(form, None, structured, prompt="<|start|>assistant", tokenizer=TOKENIZER)
+    assert made.sampling.reasoning is not None
+    assert list(map(bytes, made.sampling.reasoning.ends)) == finals
     assert made.parsing.dialect is form.dialect
 
 

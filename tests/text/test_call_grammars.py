@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from windlass.core.sampling import SamplingParams
 from windlass.core.structured import StructuredOutputs
 from windlass.errors import RequestError
 from windlass.models.dummy import ByteTokenizer
+from windlass.text.chat_output import chat_output
 from windlass.text.grammar.schema import unsupported_keywords
 from windlass.text.grammar.translate import to_llguidance
 from windlass.text.grammar.vocabulary import Vocabulary, make_tokenizer
 from windlass.text.parsing.output import ParsedMessage, ToolSet
 from windlass.text.parsing.parser import OutputParser, ParsingOptions, parse
-from windlass.text.parsing.registry import DIALECTS
+from windlass.text.parsing.registry import DIALECTS, OutputFormat
 from windlass.text.tool_grammar import optional_calls
 
 llguidance = pytest.importorskip("llguidance")
@@ -420,6 +423,29 @@ def test_random_outputs(name: str) -> None:
         assert [(each.name, each.arguments) for each in streamed.calls] == [
             (each.name, each.arguments) for each in message.calls
         ]
+
+
+@pytest.mark.parametrize("write", [harmony, harmony_role])
+def test_required_calls_behind_reasoning(write: Any) -> None:
+    tools = replace(tool_set(), forced=True)
+    form = OutputFormat(DIALECTS["harmony"], None)
+    given = {"prompt": "<|start|>assistant", "tokenizer": BYTES}
+    made = chat_output(form, tools, SamplingParams(), **given)
+    assert made.parsing.dialect is form.dialect
+    grammar = made.sampling.structured_outputs
+    assert grammar is not None
+    good, bad = (write(("get_weather", each)) for each in (GOOD, BAD[0]))
+    model = Model(good)
+    assert model.accepts(grammar, good)
+    assert model.accepts(grammar, write(("now", {"a": 1})))
+    assert not model.accepts(grammar, bad)
+    assert not model.accepts(grammar, "<|channel|>final<|message|>Yes.")
+    assert not model.accepts(grammar, "<|channel|>analysis<|message|>Hm.")
+    (call,) = parse(good, made.parsing).calls
+    assert call.values == GOOD
+    # The reasoning of a budget cannot be followed there: a JSON array has none.
+    limited = chat_output(form, tools, SamplingParams(thinking_token_budget=3), **given)
+    assert limited.parsing.dialect is DIALECTS["json"]
 
 
 def test_what_is_not_enforced_is_named() -> None:

@@ -14,7 +14,7 @@ from windlass.text.parsing.output import ToolSet
 from windlass.text.parsing.parser import ParsingOptions
 from windlass.text.parsing.reasoning import ReasoningTags
 from windlass.text.parsing.registry import DIALECTS, OutputFormat
-from windlass.text.tool_grammar import optional_calls, required_calls
+from windlass.text.tool_grammar import optional_calls, required_calls, required_dialect_calls
 
 # Text beside which a marker must keep its tokens.
 _AROUND = ("x", ".", " ", "\n", "\n\n", "{")
@@ -50,7 +50,10 @@ def chat_output(
                 "the output. Send one.",
                 structured.source,
             )
-        structured, dialect = required_calls(tools), DIALECTS["json"]
+        if dialect.reasoning is not None and sampling.thinking_token_budget is None:
+            structured = required_dialect_calls(tools, dialect)
+        else:
+            structured, dialect = required_calls(tools), DIALECTS["json"]
     elif tools is not None and (structured is not None or tools.strict):
         tools = replace(tools, beside_answer=structured is not None)
         structured = optional_calls(tools, dialect, structured)
@@ -135,7 +138,7 @@ def _phase(
             f"and {tags.end!r} of this model have not.",
             "thinking_token_budget",
         )
-    ends = (tags.end, *tags.other_ends) if structured is None else (tags.end,)
+    ends = (tags.end, *tags.answer_ends, *(tags.other_ends if structured is None else ()))
     return ReasoningPhase(
         start=start,
         ends=tuple(_ids(tokenizer, end) for end in ends),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from windlass.core.structured import StructuredOutputs
 from windlass.text.parsing.call_grammar import calls_schema
@@ -15,6 +17,12 @@ def required_calls(tools: ToolSet) -> StructuredOutputs:
     return StructuredOutputs(json=calls_schema(tools.schemas, tools.max_calls), source="tools")
 
 
+def required_dialect_calls(tools: ToolSet, dialect: Dialect) -> StructuredOutputs:
+    """The structured output of required calls as a dialect writes them."""
+    calls = _fields(tools, dialect, tools.schemas) | {"must_call": True}
+    return StructuredOutputs(calls=json.dumps(calls), source="tools")
+
+
 def optional_calls(
     tools: ToolSet, dialect: Dialect, answer: StructuredOutputs | None = None
 ) -> StructuredOutputs:
@@ -25,9 +33,14 @@ def optional_calls(
     schemas = {
         name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()
     }
-    calls = {"dialect": dialect.name, "tools": schemas, "max_calls": tools.max_calls}
+    calls = _fields(tools, dialect, schemas)
     sources = ["tools"] if tools.strict else []
     if answer is not None:
         calls["answer"] = answer.fields()
         sources.append(answer.source)
     return StructuredOutputs(calls=json.dumps(calls), source=" or ".join(sources))
+
+
+def _fields(tools: ToolSet, dialect: Dialect, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """What text/grammar/translate.py reads."""
+    return {"dialect": dialect.name, "tools": dict(schemas), "max_calls": tools.max_calls}

@@ -81,6 +81,7 @@ def _calls(
         adapt=lambda schema: _enforceable(schema, strictness),
         json_options=_json_options(strictness),
         has_answer="answer" in calls,
+        must_call=calls.get("must_call", False),
     )
     try:
         return DIALECTS[calls["dialect"]].grammar(grammar)

@@ -34,13 +34,16 @@ class CallGrammar:
         adapt: Callable[[Schema], Schema],
         json_options: Mapping[str, Any],
         has_answer: bool = False,
+        must_call: bool = False,
     ) -> None:
         """`special_ids`: ids of special tokens, which match no text. `adapt` prepares a schema, which is
-        compiled with `json_options`. `has_answer`: an output without calls matches `ANSWER_RULE`.
+        compiled with `json_options`. `has_answer`: an output without calls matches `ANSWER_RULE`. `must_call`: there
+        is none without calls; only of dialects with their own reasoning, others write a JSON array then.
         """
         self.tools = tools
         self.max_calls = max_calls
         self.has_answer = has_answer
+        self.must_call = must_call
         self._special_ids = special_ids
         self._adapt = adapt
         self._json_options = json_options

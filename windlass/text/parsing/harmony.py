@@ -75,6 +75,8 @@ def _grammar(grammar: CallGrammar) -> str:
     grammar.add("aside", f'{channel} ("analysis" | "commentary") {message} TEXT')
     again = f'{grammar.mark("<|end|>")} {grammar.mark(_START)} "assistant"'
     last = f"call | {final}" if grammar.has_answer else f"aside | call | {final}"
+    if grammar.must_call:
+        last = "call"
     return grammar.whole(f"(aside {again})* ({last})")
 
 
@@ -90,6 +92,10 @@ DIALECT = Dialect(
         start="",
         end=f"{_CHANNEL}final{_MESSAGE}",
         closing=f"<|end|>{_START}assistant{_CHANNEL}final{_MESSAGE}",
+        answer_ends=tuple(
+            f"{_CHANNEL}final{kind}{_MESSAGE}"
+            for kind in (" json", f"{_CONSTRAIN}json", f" {_CONSTRAIN}json")
+        ),
         other_ends=(f"{_CHANNEL}commentary",),
         special_tokens=True,
     ),

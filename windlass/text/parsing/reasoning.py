@@ -13,13 +13,14 @@ class ReasoningTags:
     """The tags of a family of models.
 
     start: "": every output begins inside of reasoning. closing: what to write to end the reasoning early;
-    "": `end`. other_ends: what else ends it, where calls are possible.
+    "": `end`. answer_ends: what else may stand for `end`. other_ends: what else ends it, where calls are possible.
     """
 
     name: str
     start: str
     end: str
     closing: str = ""
+    answer_ends: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
     special_tokens: bool = (
         False  # the tags are special tokens, which are not part of the text otherwise
