@@ -102,6 +102,14 @@ def test_a_schema_beside_the_type(server: Server, kind: str) -> None:
     assert response.headers["X-Windlass-Schema-Relaxed"] == "uniqueItems at #"
 
 
+def test_empty_grammars_of_other_servers_have_no_effect(server: Server) -> None:
+    empty = {"grammar": "", "json_schema": "", "ebnf": "", "regex": ""}
+    response = server.chat(max_tokens=1, ignore_eos=True, **empty)
+    assert response.status_code == 200, response.text
+    assert "X-Windlass-Unknown-Fields" not in response.headers
+    assert server.complete(max_tokens=1, use_beam_search=True, **empty).status_code == 200
+
+
 def test_such_a_header_is_short_and_ascii(server: Server) -> None:
     items = {f"é\n{i}": {"not": {}} for i in range(200)}
     response = server.chat(guided_json={"type": "object", "properties": items}, max_tokens=2)

@@ -394,6 +394,10 @@ class GenerationRequest(Body, DeadlineField):
         Annotated[list[str], Field(max_length=limits.MAX_CHOICES, fail_fast=True)] | None
     ) = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    regex: str | None = None
     include_cost: bool | None = None
     prediction: Prediction | None = None
     use_beam_search: bool | None = None
@@ -477,6 +481,10 @@ class GenerationRequest(Body, DeadlineField):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
+        "json_schema": ("",),
+        "grammar": ("",),
+        "ebnf": ("",),
+        "regex": ("",),
         "prediction": (),
     }
 

@@ -16,19 +16,23 @@ from windlass.serve.abbreviate import abbreviate
 from windlass.serve.json_body import decode
 from windlass.serve.protocol import GenerationRequest
 
-# Older fields of other servers, and their names in `structured_outputs`.
+# Fields of other servers, and their names in `structured_outputs`: of older versions of vLLM; of llama-server
+# and SGLang, where an empty text has no effect.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
+_TOP_LEVEL = {"json_schema": "json", "grammar": "grammar", "ebnf": "grammar", "regex": "regex"}
+_OTHER_NAMES = _GUIDED | _TOP_LEVEL
+_FIELDS = ("response_format", "structured_outputs", *_OTHER_NAMES)
 
 
 def structured_of(body: GenerationRequest) -> StructuredOutputs | None:
     """The structured outputs of a body, if any. Two fields that set them are an error."""
     given = [name for name in _FIELDS if getattr(body, name) is not None]
+    given = [name for name in given if name not in _TOP_LEVEL or getattr(body, name) != ""]
     if body.response_format == {"type": "text"}:
         given.remove("response_format")
     if not given:
@@ -43,7 +47,7 @@ def structured_of(body: GenerationRequest) -> StructuredOutputs | None:
         if name == "response_format":
             fields = _response_format(value)
         else:
-            fields = value if name == "structured_outputs" else {_GUIDED[name]: value}
+            fields = value if name == "structured_outputs" else {_OTHER_NAMES[name]: value}
         fields = _within_limits(fields)
     except RequestError as error:
         raise RequestError(f"{name}: {error}", name) from error
