@@ -76,6 +76,15 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 512,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 24,
+        "floor_scale": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         **WINDOWS,

@@ -57,6 +57,7 @@ def make_batch(
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 2, 32), (9, 3, 64)])
 @pytest.mark.parametrize(
     "rows",
@@ -67,22 +68,25 @@ def make_batch(
         [(5, 1), (0, 9), (16, 16), (40, 1), (31, 2)],
     ],
 )
-def test_fused_equals_reference(rows, heads, kv_heads, dim, window) -> None:
+def test_fused_equals_reference(rows, heads, kv_heads, dim, window, chunked) -> None:
+    options = AttentionOptions(dim**-0.5, window, chunked=chunked)
     kv, batch = make_batch(rows, kv_heads, dim, size=16)
     queries = torch.randn(sum(c for _, c in rows), heads, dim)
-    want = reference.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
-    got = torch_attention.attention(queries, kv, batch, AttentionOptions(dim**-0.5, window))
+    want = reference.attention(queries, kv, batch, options)
+    got = torch_attention.attention(queries, kv, batch, options)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
-def hide_behind_window(kv: LayerKV, batch: StepBatch, window: int) -> tuple[LayerKV, StepBatch]:
+def hide_behind_window(
+    kv: LayerKV, batch: StepBatch, options: AttentionOptions
+) -> tuple[LayerKV, StepBatch]:
     """The same rows with NaN in the blocks behind the window, half of which have no table entry."""
     kv = replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
     batch = replace(batch, tables=batch.tables.clone())
     num_hidden = 0
     for span in batch.spans:
         slot = batch.token_slots[span.first]
-        for index in range(reference.first_visible(span.start, window) // kv.block_size):
+        for index in range(options.first_visible(span.start) // kv.block_size):
             block = int(batch.tables[kv.group, slot, index])
             kv.keys[block] = kv.values[block] = float("nan")
             num_hidden += 1
@@ -93,15 +97,17 @@ def hide_behind_window(kv: LayerKV, batch: StepBatch, window: int) -> tuple[Laye
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 40])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("rows", [[(63, 1), (90, 1)], [(70, 9)], [(50, 1), (64, 40), (81, 1)]])
-def test_no_kernel_reads_behind_the_window(rows, window) -> None:
+def test_no_kernel_reads_behind_the_window(rows, chunked, window) -> None:
+    options = AttentionOptions(0.2, window, chunked=chunked)
     kv, batch = make_batch(rows, 2, 32, size=8)
     queries = torch.randn(sum(c for _, c in rows), 6, 32)
-    freed = hide_behind_window(kv, batch, window)
+    freed = hide_behind_window(kv, batch, options)
     for kernel in (reference, torch_attention, batch_invariant_attention):
-        want = kernel.attention(queries, kv, batch, AttentionOptions(0.2, window))
-        assert torch.equal(kernel.attention(queries, *freed, AttentionOptions(0.2, window)), want)
-        exact = reference.attention(queries, kv, batch, AttentionOptions(0.2, window))
+        want = kernel.attention(queries, kv, batch, options)
+        assert torch.equal(kernel.attention(queries, *freed, options), want)
+        exact = reference.attention(queries, kv, batch, options)
         torch.testing.assert_close(want, exact, atol=1e-5, rtol=1e-4)
 
 

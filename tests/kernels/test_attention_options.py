@@ -23,13 +23,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", [reference, batch_invariant_attention])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (6, False), (6, True)])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_attention_options(kernel, window, soft_cap, sinks) -> None:
+def test_attention_options(kernel, window, chunked, soft_cap, sinks) -> None:
     kv, batch = make_batch(ROWS, 2, 16, size=4)
     queries = normal(len(batch.positions), 6, 16)
-    options = AttentionOptions(0.3, window, soft_cap, normal(6, seed=1) if sinks else None)
+    logits = normal(6, seed=1) if sinks else None
+    options = AttentionOptions(0.3, window, soft_cap, logits, chunked)
     got = kernel.attention(queries, kv, batch, options)
     for span in batch.spans:
         keys, values = reference.read_row(
@@ -38,6 +39,7 @@ def test_attention_options(kernel, window, soft_cap, sinks) -> None:
         for i in range(span.count):
             position = span.start + i
             first = 0 if window is None else max(0, position + 1 - window)
+            first = position // 6 * 6 if chunked else first
             for head in range(6):
                 scores = [
                     0.3 * float(queries[span.first + i, head] @ key)

@@ -102,10 +102,12 @@ def decode(
     siblings: int = 0,
     sinks: bool = False,
     rotation: dict[str, object] | None = None,
+    chunked: bool = False,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "DIM": dim, "DIM_PAD": pad, "SIZE": 16}
     heads["STRIDE"] = 8 * 16
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
+    flags["CHUNKED"] = chunked
     flags = {**flags, "RAW": raw, "WIDE": wide, "SIBLINGS": siblings}
     flags = {**flags, "ROTATED": dim if raw else 0, "NORM": "rms" if normed else None}
     flags = {**flags, "INTERLEAVED": False, "PER_HEAD": False, **(rotation or {})}
@@ -124,6 +126,7 @@ def prefill(
     codes: str | None = None,
     fresh: bool = False,
     sinks: bool = False,
+    chunked: bool = False,
 ) -> tuple:
     heads = {"NUM_Q": 32, "NUM_KV": 8, "GROUP": 4, "GROUP_PAD": 4, "DIM": dim, "DIM_PAD": pad}
     flags = {
@@ -131,6 +134,7 @@ def prefill(
         "STRIDE": 8 * 16,
         "ROWS": 128,
         "WINDOWED": special,
+        "CHUNKED": chunked,
         "CAPPED": special,
         "BATCH_INVARIANT": False,
     }
@@ -386,6 +390,9 @@ CASES = {
     "decode 128 in many splits": decode(128, 128, 64, raw=True),
     "decode 64 with sinks in many splits, fp8": decode(64, 64, 128, codes=FP8, sinks=True),
     "decode 96 special": decode(96, 128, 8, True),
+    "decode 128 raw, normed, in chunks": decode(
+        128, 128, 4, True, raw=True, normed=True, chunked=True, rotation={"INTERLEAVED": True}
+    ),
     "decode 256": decode(256, 256, 4),
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
@@ -400,6 +407,7 @@ CASES = {
     "prefill 64": prefill(64, 64),
     "prefill 128": prefill(128, 128),
     "prefill 128 special": prefill(128, 128, True),
+    "prefill 128 in chunks": prefill(128, 128, True, chunked=True),
     "prefill 256": prefill(256, 256),
     "prefill fp8 64": prefill(64, 64, codes=FP8),
     "prefill fp8": prefill(128, 128, codes=FP8),

@@ -93,15 +93,22 @@ def test_rope_write(normed: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 5.0)])
-def test_attention(window: int | None, cap: float | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(0.2),
+        AttentionOptions(0.2, 20, 5.0),
+        AttentionOptions(0.2, 50, chunked=True),
+    ],
+)
+def test_attention(options: AttentionOptions) -> None:
     from windlass.kernels.triton.attention import attention
 
     heads = Heads(6, 2, 48)
     kv, batch = make_batch(heads, [(600, 1), (0, 1), (30, 40)])
     q = torch.randn(42, 6, 48)
-    want = reference.attention(q, kv, batch, AttentionOptions(0.2, window, cap))
-    got = attention(q, kv, batch, AttentionOptions(0.2, window, cap))
+    want = reference.attention(q, kv, batch, options)
+    got = attention(q, kv, batch, options)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     assert not batch.work.counters.any()
 
@@ -124,18 +131,21 @@ def test_long_contexts_are_merged_from_many_splits(with_sinks: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize("window", [1, 20, 70])
-def test_attention_reads_nothing_behind_the_window(window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(1, False), (20, False), (70, False), (20, True), (97, True)]
+)
+def test_attention_reads_nothing_behind_the_window(window: int, chunked: bool) -> None:
     from windlass.kernels.triton.attention import attention
 
     heads = Heads(6, 2, 48)
     kv, batch = make_batch(heads, [(600, 1), (97, 1), (130, 40)])
     q = torch.randn(42, 6, 48)
-    want = reference.attention(q, kv, batch, AttentionOptions(0.2, window))
+    options = AttentionOptions(0.2, window, chunked=chunked)
+    want = reference.attention(q, kv, batch, options)
     for batch_invariant in (False, True):
         each = replace(batch, batch_invariant=batch_invariant)
-        freed = hide_behind_window(kv, each, window)
-        got = attention(q, *freed, AttentionOptions(0.2, window))
+        freed = hide_behind_window(kv, each, options)
+        got = attention(q, *freed, options)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
@@ -181,11 +191,14 @@ def test_decode_with_fused_rope(normed: bool, window: int | None) -> None:
 
 @inside
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
-def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (20, False), (64, True)])
+def test_adjacent_tokens_of_a_row_attend_to_each_other(
+    normed: bool, window: int | None, chunked: bool
+) -> None:
     """Rows of 4 adjacent single tokens, the last of which may be unused."""
     from windlass.kernels.triton.attention import attend
 
+    options = AttentionOptions(0.2, window, chunked=chunked)
     heads, width = Heads(6, 2, 24), 4
     padding = 4  # the slot of unused tokens
     rows = [(600, 4), (0, 4), (14, 2), (126, 4)]
@@ -213,10 +226,8 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
     own = torch.cat([qkv[used], torch.zeros(1, 10 * 24)])
     queries = reference.rope_write(own, heads, RopeOptions(table, norms=norms), kv, rows_batch)
-    want = reference.attention(queries, kv, rows_batch, AttentionOptions(0.2, window))[:-1]
-    got = attend(
-        qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
-    )[used]
+    want = reference.attention(queries, kv, rows_batch, options)[:-1]
+    got = attend(qkv, heads, RopeOptions(table, norms=norms), ours, batch, options)[used]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     real = rows_batch.tables[0, :padding].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
@@ -226,13 +237,14 @@ def test_adjacent_tokens_of_a_row_attend_to_each_other(normed: bool, window: int
 
 @inside
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (20, False), (64, True)])
 def test_siblings_attend_to_the_first_token_and_themselves(
-    normed: bool, window: int | None
+    normed: bool, window: int | None, chunked: bool
 ) -> None:
     """Two siblings per row of three tokens; they do not change its pages. The last is unused."""
     from windlass.kernels.triton.attention import attend
 
+    options = AttentionOptions(0.2, window, chunked=chunked)
     heads, length, siblings = Heads(6, 2, 24), 3, 2
     starts, width = [600, 0, 14, 63, 127], length + siblings
     kv, rows_batch = make_batch(heads, [(start, length) for start in starts] + [(0, 1)] * 2)
@@ -270,13 +282,11 @@ def test_siblings_attend_to_the_first_token_and_themselves(
     table = torch.cat([angle.cos(), angle.sin()], -1)
     norms = QKNorms(torch.randn(24), torch.randn(24), 1e-6) if normed else None
     ours = LayerKV(kv.keys.clone(), kv.values.clone())
-    got = attend(
-        qkv, heads, RopeOptions(table, norms=norms), ours, batch, AttentionOptions(0.2, window)
-    )
+    got = attend(qkv, heads, RopeOptions(table, norms=norms), ours, batch, options)
     used = [row * width + i for row in range(len(starts)) for i in range(length)]
     own = torch.cat([qkv[used], torch.zeros(2, 10 * 24)])
     queries = reference.rope_write(own, heads, RopeOptions(table, norms=norms), kv, rows_batch)
-    want = reference.attention(queries, kv, rows_batch, AttentionOptions(0.2, window))[:-2]
+    want = reference.attention(queries, kv, rows_batch, options)[:-2]
     torch.testing.assert_close(got[used], want, atol=1e-4, rtol=1e-3)
     real = rows_batch.tables[0, : len(starts)].flatten().long()
     torch.testing.assert_close(ours.keys[real], kv.keys[real])
@@ -290,7 +300,7 @@ def test_siblings_attend_to_the_first_token_and_themselves(
         queries = reference.rope_write(
             qkv[[row * width, at]], heads, RopeOptions(table, norms=norms), separate, batch
         )
-        alone = reference.attention(queries, separate, batch, AttentionOptions(0.2, window))[1]
+        alone = reference.attention(queries, separate, batch, options)[1]
         torch.testing.assert_close(got[at], alone, atol=1e-4, rtol=1e-3)
         block, offset = int(rows_batch.tables[0, row, (start + 1) // 16]), (start + 1) % 16
         for pages, own in ((ours.keys, separate.keys), (ours.values, separate.values)):

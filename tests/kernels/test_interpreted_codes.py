@@ -105,8 +105,10 @@ def test_decode_with_fused_rope(normed: bool) -> None:
 
 
 @inside
-@pytest.mark.parametrize("window", [None, 20])
-def test_chunk_attends_to_its_own_keys_before_quantisation(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (20, False), (32, True)])
+def test_chunk_attends_to_its_own_keys_before_quantisation(
+    window: int | None, chunked: bool
+) -> None:
     from windlass.kernels.triton.attention import attend
 
     heads = Heads(12, 2, 24)  # 16 tokens fill a tile
@@ -118,6 +120,7 @@ def test_chunk_attends_to_its_own_keys_before_quantisation(window: int | None) -
         kv.keys.float() * kv.key_scales[..., None], kv.values.float() * kv.value_scales[..., None]
     )
     queries = reference.rope_write(qkv, heads, RopeOptions(table), exact, batch)
-    want = reference.attention(queries, exact, batch, AttentionOptions(0.2, window))
-    got = attend(qkv, heads, RopeOptions(table), kv, batch, AttentionOptions(0.2, window))
+    options = AttentionOptions(0.2, window, chunked=chunked)
+    want = reference.attention(queries, exact, batch, options)
+    got = attend(qkv, heads, RopeOptions(table), kv, batch, options)
     assert (got - want)[:60].abs().max() < 4e-3 * want.abs().max()

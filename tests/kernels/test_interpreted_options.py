@@ -37,6 +37,7 @@ class Case:
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
+    chunked: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -56,7 +57,7 @@ class Case:
     @property
     def attention(self) -> AttentionOptions:
         sinks = torch.randn(6) * 3 if self.sinks else None
-        return AttentionOptions(0.2, self.window, self.cap, sinks)
+        return AttentionOptions(0.2, self.window, self.cap, sinks, self.chunked)
 
     def qkv(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, 10 * self.dim) + 0.3
@@ -67,6 +68,7 @@ CASES = {
     "gemma": Case(norm=("rms", False), cap=3.0, window=30),
     "command-r": Case(interleaved=True, norm=("layer", True)),
     "glm": Case(rotated=12, interleaved=True),
+    "llama 4": Case(interleaved=True, norm=("rms", False), window=30, chunked=True),
     "phi": Case(dim=80, rotated=32),
     "stablelm": Case(rotated=6, norm=("layer", True)),
     "without rotation": Case(dim=40, rotated=0, norm=("rms", True)),
@@ -87,7 +89,7 @@ def test_attend(case: Case, rows: list[tuple[int, int]]) -> None:
     queries = reference.rope_write(qkv, case.heads, rope, kv, batch)
     want = reference.attention(queries, kv, batch, options)
     if case.window is not None:
-        ours, hidden = hide_behind_window(ours, batch, case.window)
+        ours, hidden = hide_behind_window(ours, batch, options)
         batch = replace(hidden, work=batch.work)
     got = attend(qkv, case.heads, rope, ours, batch, options)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)

@@ -48,6 +48,10 @@ def test_activations() -> None:
 def test_gate_and_soft_cap() -> None:
     x, gate = _x(4, 12), _x(4, 1)
     torch.testing.assert_close(reference.sigmoid_gate(x, gate), x / (1 + (-gate).exp()))
+    logits = torch.cat([gate - 1, gate, gate - 2], -1)
+    torch.testing.assert_close(
+        reference.scale_by_top_score(x, logits), reference.sigmoid_gate(x, gate)
+    )
     capped = reference.soft_cap(x * 10, 5.0)
     torch.testing.assert_close(capped, 5 * torch.tanh(x * 2))
     assert capped.abs().max() <= 5

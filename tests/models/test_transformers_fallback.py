@@ -229,7 +229,7 @@ REFUSED = {
         {"auto_map": {"AutoConfig": "code.Config"}},
         "is never executed.* nearest that runs is the version whose name ends with -hf",
     ),
-    "llama4": ({}, "The nearest that runs is Llama 3.3"),
+    "gptj": ({}, "The nearest that runs is Pythia"),
     "remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "is never executed"),
 }
 

@@ -58,6 +58,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 20,
     },
+    "chunks": {
+        "architectures": ["Llama4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 20,
+        "floor_scale": 16,
+    },
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "q_lora_rank": None,
@@ -113,7 +122,8 @@ def test_families(name: str, tmp_path: Path) -> None:
     folder = family(name, tmp_path)
     want = results(make(folder, 1, load_format="dummy"))
     for size in (2, 4):
-        num_blocks = 24 if "sliding_window" in FAMILIES[name] else 12  # of two groups, or of one
+        local = {"sliding_window", "attention_chunk_size"} & FAMILIES[name].keys()
+        num_blocks = 24 if local else 12  # of several groups, or of one
         llm = make(folder, size, load_format="dummy", num_blocks=num_blocks, **FEW)
         assert_equal(results(llm), want)
         assert_equal(results(llm), want)  # with prefix hits

@@ -16,6 +16,16 @@ class AttentionOptions:
     window: int | None = None  # the number of keys that a query sees, itself included; None: all
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     sinks: Tensor | None = None  # float32 [query heads]: a logit that only adds to the denominator
+    # A query sees the keys of its own chunk instead: positions [i * window, (i + 1) * window).
+    chunked: bool = False
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a query sees; queries after it see no earlier one."""
+        if self.window is None:
+            return 0
+        if self.chunked:
+            return position - position % self.window
+        return max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)

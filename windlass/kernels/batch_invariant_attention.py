@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from windlass.kernels.attention_options import AttentionOptions
 from windlass.kernels.batch import LayerKV, StepBatch
-from windlass.kernels.reference import attention_weights, first_visible, read_row, visible
+from windlass.kernels.reference import attention_weights, read_row, visible
 
 _TILE = 16
 
@@ -21,7 +21,6 @@ _TILE = 16
 def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions) -> Tensor:
     """Same contract as `reference.attention`."""
     out = queries.new_empty((*queries.shape[:2], kv.values.shape[-1]))
-    window = options.window
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         for tile in range(span.start // _TILE * _TILE, span.context, _TILE):
@@ -29,9 +28,9 @@ def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: Attention
             rows = slice(span.first + begin - span.start, span.first + end - span.start)
             q = queries.new_zeros((_TILE, *queries.shape[1:]))
             q[begin - tile : end - tile] = queries[rows]
-            first = first_visible(begin, window)
+            first = options.first_visible(begin)
             # Queries of the tile that are not in this step would read freed or unwritten positions.
-            padding = (0, 0, first - first_visible(tile, window), tile + _TILE - end)
+            padding = (0, 0, first - options.first_visible(tile), tile + _TILE - end)
             keys, values = (pad(part, padding) for part in read_row(kv, table, end, first))
             mixed = _attend(q, keys, values, tile, options)
             out[rows] = mixed[begin - tile : end - tile]
@@ -46,6 +45,6 @@ def _attend(
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
     scores = torch.einsum("qhd,hkd->hqk", q, keys).float() * options.scale
-    mask = visible(tile, _TILE, options.window, q.device)
+    mask = visible(tile, _TILE, options, q.device)
     weights = attention_weights(scores, mask, options).to(q.dtype)
     return torch.einsum("hqk,hkd->qhd", weights, values)

@@ -48,6 +48,7 @@ class Ops:
     gelu_mul: Callable[..., Tensor] = reference.gelu_mul
     activate: Callable[..., Tensor] = reference.activate
     sigmoid_gate: Callable[..., Tensor] = reference.sigmoid_gate
+    scale_by_top_score: Callable[..., Tensor] = reference.scale_by_top_score
     split_gates: Callable[..., tuple[Tensor, Tensor]] = reference.split_gates
     sparse_mixer: Callable[..., Tensor] = reference.sparse_mixer
     soft_cap: Callable[..., Tensor] = reference.soft_cap
@@ -145,6 +146,7 @@ _TORCH_ON_GPU = (
     "gelu_mul",
     "activate",
     "sigmoid_gate",
+    "scale_by_top_score",
     "split_gates",
     "sparse_mixer",
     "soft_cap",

@@ -115,6 +115,11 @@ def split_gates(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
     return torch.cat([q.flatten(1), kv], dim=1), gate.flatten(1)
 
 
+def scale_by_top_score(x: Tensor, logits: Tensor) -> Tensor:
+    """x * sigmoid(the largest logit of the row), for x [rows, width] and logits [rows, n]."""
+    return sigmoid_gate(x, logits.amax(-1, keepdim=True))
+
+
 def sparse_mixer(logits: Tensor, jitter: float) -> Tensor:
     """Logits with which a sigmoid router chooses the two experts of sparsemixer, with its weights.
 
@@ -253,19 +258,22 @@ def scatter_blocks(pages: Tensor, ids: Tensor, records: Tensor) -> None:
     pages[:, ids] = records.transpose(0, 1)
 
 
-def first_visible(start: int, window: int | None) -> int:
-    """The first position that queries from `start` on attend to."""
-    return 0 if window is None else max(0, start - window + 1)
-
-
-def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
+def visible(start: int, count: int, options: AttentionOptions, device: torch.device) -> Tensor:
     """Mask of the keys, from the first visible one on, that each of `count` queries attends to."""
     query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(first_visible(start, window), start + count, device=device)[None, :]
+    key = torch.arange(options.first_visible(start), start + count, device=device)[None, :]
     mask = key <= query
-    if window is not None:
-        mask &= key > query - window
+    if options.window is not None:
+        mask &= key >= first_visible(query, options)
     return mask
+
+
+def first_visible(positions: Tensor, options: AttentionOptions) -> Tensor:
+    """`AttentionOptions.first_visible` of each position; negative ones mean all keys."""
+    assert options.window is not None
+    if options.chunked:
+        return positions - positions % options.window
+    return positions - options.window + 1
 
 
 def attention_weights(scores: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
@@ -289,12 +297,12 @@ def attention(queries: Tensor, kv: LayerKV, batch: StepBatch, options: Attention
     for span in batch.spans:
         table = batch.table_of(kv)[batch.token_slots[span.first]]
         q = queries[span.first : span.first + span.count]
-        keys, values = read_row(kv, table, span.context, first_visible(span.start, options.window))
+        keys, values = read_row(kv, table, span.context, options.first_visible(span.start))
         group = q.shape[1] // keys.shape[0]
         keys = keys.float().repeat_interleave(group, dim=0)
         values = values.float().repeat_interleave(group, dim=0)
         scores = torch.einsum("qhd,hkd->hqk", q.float(), keys) * options.scale
-        mask = visible(span.start, span.count, options.window, q.device)
+        mask = visible(span.start, span.count, options, q.device)
         weights = attention_weights(scores, mask, options)
         mixed = torch.einsum("hqk,hkd->qhd", weights, values)
         out[span.first : span.first + span.count] = mixed.to(out.dtype)

@@ -216,6 +216,7 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     "gelu_mul": [Candidate("native", "gelu_mul", _native)],
     "activate": [Candidate("native", "activate", _native)],
     "sigmoid_gate": [Candidate("native", "sigmoid_gate", _native)],
+    "scale_by_top_score": [Candidate("native", "scale_by_top_score", _native)],
     "split_gates": [Candidate("native", "split_gates", _native)],
     "sparse_mixer": [Candidate("native", "sparse_mixer", _native)],
     "soft_cap": [Candidate("native", "soft_cap", _native)],

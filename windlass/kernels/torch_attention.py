@@ -43,18 +43,17 @@ def _attend_singles(
     contexts = torch.tensor([batch.spans[i].context for i in rows], device=queries.device)
     tokens = torch.tensor([batch.spans[i].first for i in rows], device=queries.device)
     tables = batch.table_of(kv)[batch.token_slots[tokens]]
-    first, window = torch.zeros_like(contexts), options.window
-    if window is not None:
-        first = (contexts - window).clamp_min(0) // size
+    visible_from = torch.zeros_like(contexts)
+    if options.window is not None:
+        visible_from = first_visible(contexts - 1, options).clamp_min(0)
+    first = visible_from // size
     last = (contexts - 1) // size
     width = int((last - first).max()) + 1
     blocks = first[:, None] + torch.arange(width, device=queries.device)
     # Padding repeats the row's last block: entries behind a window or past the end are not read.
     keys, values = read_rows(kv, tables.gather(1, blocks.minimum(last[:, None])))
     key = first[:, None] * size + torch.arange(width * size, device=queries.device)
-    mask = key < contexts[:, None]
-    if window is not None:
-        mask &= key >= contexts[:, None] - window
+    mask = (key < contexts[:, None]) & (key >= visible_from[:, None])
     folded = queries[tokens].view(len(rows), kv_heads, -1, dim)
     mixed = scaled_dot_product_attention(
         folded,
@@ -76,12 +75,12 @@ def _attend_chunk(
 ) -> None:
     """Compute one row of several queries, with or without a cached prefix."""
     q = queries[span.first : span.first + span.count]  # [count, heads, dim]
-    first = first_visible(span.start, options.window)
+    first = options.first_visible(span.start)
     keys, values = (part.to(q.dtype) for part in read_row(kv, table, span.context, first))
     group = q.shape[1] // keys.shape[0]
     # [count, kv_heads, group, dim] -> [kv_heads, group * count, dim]
     folded = q.unflatten(1, (keys.shape[0], group)).permute(1, 2, 0, 3).flatten(1, 2)
-    mask = visible(span.start, span.count, options.window, q.device).repeat(group, 1)
+    mask = visible(span.start, span.count, options, q.device).repeat(group, 1)
     mixed = scaled_dot_product_attention(
         folded[None], keys[None], values[None], mask[None, None], scale=options.scale
     )[0]

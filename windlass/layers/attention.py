@@ -15,7 +15,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs, Outputs, UnscaledOutputs
 from windlass.kernels.ops import Ops
 from windlass.layers.linear import Linear, MethodFor
-from windlass.layers.norm import HeadNorm
+from windlass.layers.norm import HeadNorm, UnitNorm
 from windlass.layers.stored import ShardedRows
 from windlass.parallel.mesh import Group
 from windlass.quant.shard import Shard
@@ -23,14 +23,16 @@ from windlass.quant.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class ScoreGrowth:
-    """Scores of a query at position p are multiplied by 1 + beta * log(1 + floor(p / length))."""
+    """Scores of a query at position p are multiplied by 1 + beta * log(1 + floor((p + first) / length))."""
 
     beta: float
     length: int
+    first: int = 0
 
     def of(self, positions: Tensor) -> Tensor:
         """The factor of each position, float32."""
-        periods = torch.div(positions, self.length, rounding_mode="floor").float()
+        counted = positions + self.first
+        periods = torch.div(counted, self.length, rounding_mode="floor").float()
         return 1 + self.beta * torch.log1p(periods)
 
 
@@ -44,6 +46,7 @@ class AttentionShape:
     o_bias: bool = False
     norm_eps: float = 1e-6  # of the q and k norms
     window: int | None = None
+    chunked: bool = False  # the window is that of AttentionOptions.chunked
     input_size: int | None = None  # None: hidden_size
     scale: float | None = None  # of the scores; None: dim ** -0.5
     soft_cap: float | None = None
@@ -51,8 +54,9 @@ class AttentionShape:
     rope: bool = True  # False: q and k are not rotated
     interleaved: bool = False  # RoPE rotates the pairs (2i, 2i + 1)
     # Norms of q and k before RoPE. head: of each head, with one weight [dim] for all. each_head: of each
-    # head, with its own weight, [heads, dim]. whole: over all heads together, [heads * dim].
-    qk_norm: Literal["head", "each_head", "whole"] | None = None
+    # head, with its own weight, [heads, dim]. whole: over all heads together, [heads * dim]. unit: of each
+    # head, without a weight.
+    qk_norm: Literal["head", "each_head", "whole", "unit"] | None = None
     norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
     float32_norms: bool = False  # the weights of q and k norms are kept in float32
     growth: ScoreGrowth | None = None
@@ -134,7 +138,9 @@ class Attention(AttentionLayer, ShardedRows):
         ops: Ops,
         group: Group,
         dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: of the weights, which unit norms need."""
         super().__init__()
         self.index = index
         self.shape = shape
@@ -160,8 +166,12 @@ class Attention(AttentionLayer, ShardedRows):
             group=group,
             bias=dtype if shape.o_bias else None,
         )
-        self.q_norm = self.k_norm = None
-        if shape.qk_norm is not None:
+        self.q_norm: HeadNorm | UnitNorm | None = None
+        self.k_norm: HeadNorm | UnitNorm | None = None
+        if shape.qk_norm == "unit":
+            assert device is not None
+            self.q_norm = self.k_norm = UnitNorm(total.dim, dtype, device)
+        elif shape.qk_norm is not None:
             kind = torch.float32 if shape.float32_norms else dtype
             self.q_norm, self.k_norm = (_head_norm(shape, part, kind) for part in (q, kv))
         self.rows = Shard.even(total.num_q, group)
@@ -173,6 +183,7 @@ class Attention(AttentionLayer, ShardedRows):
             scale=total.dim**-0.5 if shape.scale is None else shape.scale,
             window=shape.window,
             soft_cap=shape.soft_cap,
+            chunked=shape.chunked,
         )
 
     def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:

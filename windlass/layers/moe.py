@@ -82,6 +82,7 @@ class MoEShape:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     jitter: float | None = None
+    scales_inputs: bool = False  # by the sigmoid of a token's largest logit; top_k is 1
 
 
 class Experts(nn.Module):
@@ -185,7 +186,9 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
+        assert not shape.scales_inputs or shape.routing.top_k == 1
         self._jitter = shape.jitter
+        self._scales_inputs = shape.scales_inputs
         group = mesh.tp
         self.gate = Linear(
             outputs={"gate": Shard(shape.routing.num_experts)},
@@ -243,7 +246,8 @@ class MoE(nn.Module):
         logits = self.gate(x, adapters)
         if self._jitter is not None:
             logits = self.ops.sparse_mixer(logits, self._jitter)
-        y = self.combine(self.experts, x, logits, split)
+        inputs = self.ops.scale_by_top_score(x, logits) if self._scales_inputs else x
+        y = self.combine(self.experts, inputs, logits, split)
         if self.shared_expert is None:
             return y
         shared = self.shared_expert.output(x, adapters, split)

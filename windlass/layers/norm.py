@@ -157,3 +157,14 @@ class HeadNorm(ShardedRows):
         self.rows = rows
         weight = torch.empty((rows.count, *shape), dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class UnitNorm(nn.Module):
+    """The weight of a norm that has none in checkpoints: ones."""
+
+    weight: Tensor
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        ones = torch.ones(size, dtype=dtype, device=device)
+        self.register_buffer("weight", ones, persistent=False)

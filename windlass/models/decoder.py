@@ -292,6 +292,7 @@ def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Att
         ops=parts.ops,
         group=parts.mesh.tp,
         dtype=parts.dtype,
+        device=parts.device,
     )
 
 
@@ -324,14 +325,19 @@ def _state_sizes(hparams: HParams, mesh: Mesh) -> dict[int, int]:
     return {layer: size for layer in range(hparams.num_layers) if hparams.is_recurrent(layer)}
 
 
-def _growth(rope: RopeConfig | None, max_positions: int) -> ScoreGrowth | None:
+def _growth(hparams: HParams, rope: RopeConfig | None, max_positions: int) -> ScoreGrowth | None:
     """The growth of the scores with the position; None if no position is beyond the original context."""
-    if rope is None or rope.score_beta is None or max_positions <= rope.original_max_positions:
+    if rope is None and (found := hparams.unrotated_growth) is not None:
+        growth = ScoreGrowth(found.beta, found.length, first=1)
+    elif rope is not None and rope.score_beta is not None:
+        growth = ScoreGrowth(rope.score_beta, rope.original_max_positions)
+    else:
         return None
-    return ScoreGrowth(rope.score_beta, rope.original_max_positions)
+    return growth if max_positions + growth.first > growth.length else None
 
 
 def _attention_shape(index: int, hparams: HParams, max_positions: int) -> AttentionShape:
+    rope = hparams.rope_of(index)
     return AttentionShape(
         hidden_size=hparams.hidden_size,
         heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
@@ -339,15 +345,16 @@ def _attention_shape(index: int, hparams: HParams, max_positions: int) -> Attent
         o_bias=hparams.o_bias,
         norm_eps=hparams.norm_eps,
         window=hparams.sliding_windows[index],
+        chunked=hparams.chunked_windows and hparams.sliding_windows[index] is not None,
         scale=hparams.attention_scale,
         soft_cap=hparams.attention_soft_cap,
         sinks=hparams.attention_sinks,
-        rope=hparams.rope_of(index) is not None,
+        rope=rope is not None,
         interleaved=hparams.rope_interleaved,
-        qk_norm=hparams.qk_norm,
+        qk_norm=None if hparams.qk_norm == "unit" and rope is None else hparams.qk_norm,
         norm_kind=hparams.qk_norm_kind,
         float32_norms=hparams.norm.float32,
-        growth=_growth(hparams.rope_of(index), max_positions),
+        growth=_growth(hparams, rope, max_positions),
         gated=hparams.attention_gates,
     )
 
@@ -368,6 +375,7 @@ def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | Mo
             shared_intermediate_size=moe.shared_intermediate_size,
             shared_gate=moe.shared_gate,
             jitter=moe.jitter,
+            scales_inputs=moe.scales_inputs,
         )
         return MoE(
             shape=shape,

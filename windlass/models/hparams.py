@@ -49,6 +49,8 @@ class MoEHParams:
     shared_intermediate_size: int = 0  # of the expert that every token uses; 0: there is none
     jitter: float | None = None  # of sparsemixer routing; None: `routing` alone decides
     shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid gate
+    # The sigmoid of a token's largest router logit scales the input of its only expert.
+    scales_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,17 @@ class MLAHParams:
     heads: LatentHeads
     q_rank: int | None  # features between the two projections of queries; None: one projection
     split_up: bool = False  # the file has kv_b_proj as two tensors, as llama.cpp stores it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthHParams:
+    """Scores that grow with the position p of the query, in layers that do not rotate.
+
+    They are multiplied by 1 + beta * log(1 + floor((p + 1) / length)).
+    """
+
+    beta: float
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,8 @@ class HParams:
     rope: RopeConfig
     max_positions: int  # maximum context length, with RoPE scaling
     sliding_windows: tuple[int | None, ...]  # per layer; None: full attention
+    # Windows are chunks: a token sees those of positions [i * window, (i + 1) * window) up to itself.
+    chunked_windows: bool = False
     activation: Activation = "silu"
     gated_mlp: bool = True
     tie_embeddings: bool = False
@@ -95,14 +110,15 @@ class HParams:
     mlp_bias: bool = False
     lm_head_bias: bool = False
     # Norms of q and k, as in layers/attention.py: of each head with one weight for all heads or with a
-    # weight for each, or of all heads together.
-    qk_norm: Literal["head", "each_head", "whole"] | None = None
+    # weight for each, or of all heads together. unit: of each head without a weight, in layers that rotate.
+    qk_norm: Literal["head", "each_head", "whole", "unit"] | None = None
     qk_norm_kind: Literal["rms", "layer"] = "rms"
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: no rotation; empty: `rope`
     rope_interleaved: bool = False  # pairs are (2 i, 2 i + 1), not (i, i + dim / 2)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
+    unrotated_growth: GrowthHParams | None = None
     attention_gates: bool = False  # q_proj has a gate of each head's output behind the head
     learned_positions: int = 0  # rows of a table of position embeddings; 0: there is none
     embedding_scale: float = 1.0  # rounded to the activations' dtype

@@ -19,7 +19,6 @@ NEAREST = {
     "jamba": "Granite 4 H (GraniteMoeHybridForCausalLM)",
     "kimi": "Kimi K2 (DeepseekV3ForCausalLM)",
     "lfm2": "SmolLM3 (SmolLM3ForCausalLM)",
-    "llama4": "Llama 3.3 (LlamaForCausalLM)",
     "llava": "the text model, such as Mistral or Llama",
     "mamba": "Granite 4 H (GraniteMoeHybridForCausalLM)",
     "minicpm": "Qwen 3 (Qwen3ForCausalLM)",

@@ -161,8 +161,9 @@ class MappedCheckpoint:
             tensor = tensor.T
         if rule.rows is not None:
             rows = rule.rows
-            grouped = tensor.unflatten(0, (rows.groups, rows.whole))
-            tensor = grouped[:, rows.start : rows.stop].flatten(0, 1)
+            if tensor.shape[0] == rows.groups * rows.whole:  # else the shape is reported below
+                grouped = tensor.unflatten(0, (rows.groups, rows.whole))
+                tensor = grouped[:, rows.start : rows.stop].flatten(0, 1)
         if rule.add:
             tensor = tensor.float() + rule.add
         if rule.log:

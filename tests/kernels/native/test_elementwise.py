@@ -86,6 +86,9 @@ def test_gate_and_soft_cap(ops: NativeOps) -> None:
         x, gate = normal(rows, width) * 20, normal(rows, 1, seed=4) * 5
         want = reference.sigmoid_gate(x, gate)
         torch.testing.assert_close(ops.sigmoid_gate(x, gate), want, **CLOSE)
+        logits = normal(rows, 7, seed=6) * 5
+        want = reference.scale_by_top_score(x, logits)
+        torch.testing.assert_close(ops.scale_by_top_score(x, logits), want, **CLOSE)
         gates = normal(rows, width, seed=5) * 5
         want = reference.sigmoid_gate(x, gates)
         torch.testing.assert_close(ops.sigmoid_gate(x, gates), want, **CLOSE)

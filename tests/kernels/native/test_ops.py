@@ -192,6 +192,7 @@ def test_rope_options(
     group=st.integers(1, 4),
     dim=st.sampled_from([16, 80, 96, 256]),
     window=st.none() | st.integers(1, 200),
+    chunked=st.booleans(),
     soft_cap=st.none() | st.sampled_from([0.3, 2.0, 50.0]),
     sinks=st.none() | st.sampled_from([-3.0, 0.0, 20.0]),
     scale=st.sampled_from([0.05, 0.3]),
@@ -203,6 +204,7 @@ def test_attention_options(
     group: int,
     dim: int,
     window: int | None,
+    chunked: bool,
     soft_cap: float | None,
     sinks: float | None,
     scale: float,
@@ -211,7 +213,7 @@ def test_attention_options(
     queries, whole, batch = batch_of(rows, 2 * group, 2, dim)
     kv = pages_of_type(whole, dtype)
     logits = None if sinks is None else normal(2 * group, seed=6) + sinks
-    options = AttentionOptions(scale, window, soft_cap, logits)
+    options = AttentionOptions(scale, window, soft_cap, logits, chunked)
     got = ops.attention(queries * 0.3, kv, batch, options)
     want = reference.attention(queries * 0.3, kv, batch, options)
     torch.testing.assert_close(
@@ -289,15 +291,21 @@ def test_attention_of_any_shape(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 40, 130])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("rows", [[(300, 1), (150, 1)], [(260, 30)], [(290, 1)] * 9 + [(400, 20)]])
 def test_attention_reads_nothing_behind_the_window(
-    ops: NativeOps, rows: list[tuple[int, int]], window: int, dtype: torch.dtype
+    ops: NativeOps,
+    rows: list[tuple[int, int]],
+    chunked: bool,
+    window: int,
+    dtype: torch.dtype,
 ) -> None:
     queries, whole, batch = batch_of(rows, 6, 2, 64)
     kv = pages_of_type(whole, dtype)
-    freed = hide_behind_window(kv, batch, window)
-    want = ops.attention(queries, kv, batch, AttentionOptions(0.125, window))
-    assert torch.equal(ops.attention(queries, *freed, AttentionOptions(0.125, window)), want)
+    options = AttentionOptions(0.125, window, chunked=chunked)
+    freed = hide_behind_window(kv, batch, options)
+    want = ops.attention(queries, kv, batch, options)
+    assert torch.equal(ops.attention(queries, *freed, options), want)
 
 
 def test_a_layer_uses_the_tables_of_its_group(ops: NativeOps) -> None:

@@ -146,13 +146,19 @@ class NativeOps:
         return self._map(x, MapFunction.SOFT_CAP, cap)
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._sigmoid_gate(x, gate)
+
+    def scale_by_top_score(self, x: Tensor, logits: Tensor) -> Tensor:
+        return self._sigmoid_gate(x, logits, largest=True)
+
+    def _sigmoid_gate(self, x: Tensor, gate: Tensor, largest: bool = False) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width)
         call = Call(
             Op.SIGMOID_GATE,
             rows,
             step_tensors=(x.contiguous(), gate.contiguous(), out),
-            sizes=(width, gate.shape[1]),
+            sizes=(width, gate.shape[1], int(largest)),
         )
         self.pool.run(call)
         return out
@@ -234,7 +240,11 @@ class NativeOps:
             tokens,
             step_tensors=(queries.contiguous(), out),
             model_tensors=(*_pages(kv), options.sinks),
-            sizes=(*_heads(heads, kv, batch), options.window or _NO_WINDOW),
+            sizes=(
+                *_heads(heads, kv, batch),
+                options.window or _NO_WINDOW,
+                int(options.chunked),
+            ),
             scalars=(options.scale, options.soft_cap or _NO_SOFT_CAP),
         )
         self._run(call, batch)

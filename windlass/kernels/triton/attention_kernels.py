@@ -31,6 +31,15 @@ def _scales(at, seen, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _last_hidden(position, window, CHUNKED: tl.constexpr):
+    """The last position that a query does not see: behind its window, or before its chunk."""
+    if CHUNKED:
+        return position - position % window - 1
+    else:
+        return position - window
+
+
+@triton.jit
 def _scan(
     state,
     q,
@@ -42,7 +51,7 @@ def _scan(
     begin,
     end,
     length,
-    window,
+    hidden,
     scale,
     cap,
     NUM_KV: tl.constexpr,
@@ -56,7 +65,8 @@ def _scan(
 ):
     """Attend from rows q at positions `query` to the keys of tiles begin to end (online softmax).
 
-    `state` is (maximum, sum of weights, weighted values). Not MASKED: every row attends to every key.
+    `state` is (maximum, sum of weights, weighted values). WINDOWED: a row does not see positions up to its
+    `hidden`. Not MASKED: every row attends to every key.
     `table` maps positions to pages, which are STRIDE vectors apart; without a table, keys are contiguous by token from `origin`. Pages
     with scales hold codes. These are multiplied in float16, to which a GPU converts e4m3 directly; key
     scales are applied to the scores, value scales to the weights.
@@ -69,9 +79,9 @@ def _scan(
     at = tl.arange(0, TILE)
     d = tl.arange(0, q.shape[1])
     last = tl.minimum(query, length - 1)
-    hidden = -1  # the last position behind the window of every row: its page may be another row's
+    hidden_by_all = -1  # its page may be another row's
     if WINDOWED:
-        hidden = tl.min(query, 0) - window
+        hidden_by_all = tl.min(hidden, 0)
     ahead = begin * TILE + at
     if table is not None:
         next_blocks = tl.load(table + ahead // SIZE, mask=ahead < length, other=0)
@@ -79,7 +89,7 @@ def _scan(
         position = tile * TILE + at
         seen = position < length
         if WINDOWED:
-            seen = seen & (position > hidden)
+            seen = seen & (position > hidden_by_all)
         if table is None:
             row = (origin + position) * NUM_KV + head
         else:
@@ -103,7 +113,7 @@ def _scan(
         if MASKED:
             mask = position[None, :] <= last[:, None]
             if WINDOWED:
-                mask = mask & (position[None, :] > query[:, None] - window)
+                mask = mask & (position[None, :] > hidden[:, None])
             scores = tl.where(mask, scores, float("-inf"))
         top = tl.max(scores, 1)
         if scaled:
@@ -123,7 +133,7 @@ def _scan(
 
 @triton.jit
 def _causal(
-    state, q, query, pages, table, origin, head, first, seen, length, window, scale, cap,
+    state, q, query, pages, table, origin, head, first, seen, length, hidden, scale, cap,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
     TILE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
 ):  # fmt: skip
@@ -134,11 +144,11 @@ def _causal(
     """
     unmasked_end = first if WINDOWED or BATCH_INVARIANT else seen // TILE
     state = _scan(
-        state, q, query, pages, table, origin, head, first, unmasked_end, length, window, scale, cap,
+        state, q, query, pages, table, origin, head, first, unmasked_end, length, hidden, scale, cap,
         NUM_KV, DIM, SIZE, STRIDE, TILE, False, WINDOWED, CAPPED,
     )  # fmt: skip
     return _scan(
-        state, q, query, pages, table, origin, head, unmasked_end, tl.cdiv(length, TILE), length, window,
+        state, q, query, pages, table, origin, head, unmasked_end, tl.cdiv(length, TILE), length, hidden,
         scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, True, WINDOWED, CAPPED,
     )  # fmt: skip
 
@@ -240,10 +250,10 @@ def paged_decode_kernel(
     table_stride, scale, cap, window, width, spare,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    WIDE: tl.constexpr, SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr,
-    RAW: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
-    PER_HEAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WIDE: tl.constexpr,
+    SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr, RAW: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query token, one kv head, one split of the context.
 
@@ -253,18 +263,17 @@ def paged_decode_kernel(
     """
     pdl.begin(PDL)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = index.to(tl.int64)
-    if not ALL_SINGLES:
-        token = tl.load(singles + index).to(tl.int64)
+    token = (index if ALL_SINGLES else tl.load(singles + index)).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     length = position + 1
     if SIBLINGS > 0:
         length -= is_sibling(token, position, width, SIBLINGS)
     table = tables + tl.load(token_slots + token).to(tl.int64) * table_stride
-    first = 0
+    first, hidden = 0, 0
     if WINDOWED:
-        first = tl.maximum(position + 1 - window, 0) // TILE
-    num_tiles = tl.cdiv(length, TILE)
+        hidden = _last_hidden(position, window, CHUNKED)
+        first = tl.maximum(hidden + 1, 0) // TILE
+    num_tiles = tl.maximum(tl.cdiv(length, TILE), first + 1)  # a sibling may see no key before itself
     # A split of less than MIN_TILES would cost more to merge than to compute.
     per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
     num_splits = tl.cdiv(num_tiles - first, per_split)
@@ -289,10 +298,10 @@ def paged_decode_kernel(
         )
     else:
         q = tl.load(queries + q_at, mask=q_mask, other=0.0)
-    query = tl.zeros([16], dtype=tl.int32) + position
+    zeros = tl.zeros([16], dtype=tl.int32)
     state = _scan(
-        *(_start(16, DIM_PAD), q, query, pages, table, None, head, start, end, length, window),
-        *(scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, True, WINDOWED, CAPPED),
+        *(_start(16, DIM_PAD), q, zeros + position, pages, table, None, head, start, end, length),
+        *(zeros + hidden, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, True, WINDOWED, CAPPED),
     )
     if SIBLINGS > 0:
         state = attend_self(
@@ -355,6 +364,7 @@ def paged_prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr,
     BATCH_INVARIANT: tl.constexpr,
     PDL: tl.constexpr,
@@ -381,27 +391,30 @@ def paged_prefill_kernel(
     pages = (keys, values, key_scales, value_scales)
     table = tables + slot * table_stride
     state = _start(ROWS, DIM_PAD)
+    hidden = start + step
+    first_seen = 0
+    if WINDOWED:
+        hidden = _last_hidden(hidden, window, CHUNKED)
+        first_seen = tl.maximum(_last_hidden(start, window, CHUNKED) + 1, 0)
     base = 0  # position of the first key of the second pass
     origin = None
     if new_keys is not None:
         base = tl.load(tiles + tile * 5 + 4)
         origin = token - (start - base)
-        first = 0
-        if WINDOWED:
-            first = tl.maximum(start + 1 - window, 0) // TILE
         state = _causal(
-            state, q, start + step, pages, table, None, head, first, base, base, window, scale, cap,
+            state, q, start + step, pages, table, None, head, first_seen // TILE, base, base, hidden,
+            scale, cap,
             NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
         )  # fmt: skip
         pages = (new_keys, new_values, None, None)
         table = None
+    query = start - base + step
     first = 0
     if WINDOWED:
-        first = tl.maximum(start + 1 - window - base, 0) // TILE
-    query = start - base + step
+        first = tl.maximum(first_seen - base, 0) // TILE
     m, total, acc = _causal(
         state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
-        window, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
+        hidden - base, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # rows past the chunk's end have no keys
     target = out + q_at

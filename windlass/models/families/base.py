@@ -147,8 +147,27 @@ def periodic_windows(fields: Fields, window: int | None) -> tuple[int | None, ..
     return tuple(window if (layer + 1) % step else None for layer in range(layers))
 
 
-def layer_windows(fields: Fields, window: int | None) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer from `layer_types`; None if the config has no such field."""
+def rotating_layers(fields: Fields) -> list[bool]:
+    """Whether each layer rotates q and k: no_rope_layers has a 1 for those that do."""
+    layers = fields.positive_int("num_hidden_layers")
+    step = fields.positive_int("no_rope_layer_interval", 4)
+    found = fields.sequence("no_rope_layers")
+    if not found:
+        return [(layer + 1) % step != 0 for layer in range(layers)]
+    if len(found) != layers:
+        raise CheckpointError(
+            f"{fields.source}: no_rope_layers has {len(found)} layers, num_hidden_layers is {layers}."
+        )
+    return [bool(each) for each in found]
+
+
+def layer_windows(
+    fields: Fields, window: int | None, local: str = "sliding_attention"
+) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer from `layer_types`; None if the config has no such field.
+
+    `local`: the type of the layers that have one.
+    """
     kinds = fields.sequence("layer_types")
     if kinds is None:
         return None
@@ -157,13 +176,13 @@ def layer_windows(fields: Fields, window: int | None) -> tuple[int | None, ...] 
         raise CheckpointError(
             f"{fields.source}: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}."
         )
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    unknown = set(kinds) - {local, "full_attention"}
     if unknown:
         raise UnsupportedError(
             f"{fields.source}: layer_types contains {', '.join(sorted(map(str, unknown)))}; "
-            "only sliding_attention and full_attention are supported."
+            f"only {local} and full_attention are supported."
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == local else None for kind in kinds)
 
 
 def fused_qkv(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.errors import CheckpointError
-from windlass.models.families.base import Family, GGUFFamily, layer_windows, read_decoder
+from windlass.models.families.base import (
+    Family,
+    GGUFFamily,
+    layer_windows,
+    read_decoder,
+    rotating_layers,
+)
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 
@@ -22,23 +27,10 @@ def _smollm3(fields: Fields, architecture: str) -> HParams:
         o_bias=bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )
-    rotates = _rotates(fields, hparams.num_layers)
+    rotates = rotating_layers(fields)
     ropes = tuple(hparams.rope if each else None for each in rotates)
     windows = _windows(fields, rotates) or hparams.sliding_windows
     return replace(hparams, layer_ropes=ropes, sliding_windows=windows)
-
-
-def _rotates(fields: Fields, layers: int) -> list[bool]:
-    """Whether each layer rotates q and k: no_rope_layers has a 1 for those that do."""
-    step = fields.positive_int("no_rope_layer_interval", 4)
-    found = fields.sequence("no_rope_layers")
-    if found is None:
-        return [(layer + 1) % step != 0 for layer in range(layers)]
-    if len(found) != layers:
-        raise CheckpointError(
-            f"{fields.source}: no_rope_layers has {len(found)} layers, num_hidden_layers is {layers}."
-        )
-    return [bool(each) for each in found]
 
 
 def _windows(fields: Fields, rotates: list[bool]) -> tuple[int | None, ...] | None:

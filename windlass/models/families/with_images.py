@@ -31,27 +31,35 @@ def text_fields(fields: Fields) -> Fields:
     formats = fields.mapping("quantization_config") or fields.mapping("compression_config")
     if not formats:
         return found
-    return found.updated(quantization_config=_without_prefix(formats))
+    return found.updated(quantization_config=rename_modules(formats, _without_prefix))
 
 
 def text_rules(hparams: HParams) -> Sequence[Rule]:
     """Rules that drop the vision part, and the prefix before the text model's names."""
     del hparams
     return (
-        Rule(pattern=r"(?:.*\.)?(?:vision_tower|multi_modal_projector|visual)\..*", name=""),
+        Rule(
+            pattern=r"(?:.*\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\..*",
+            name="",
+        ),
         Rule(pattern=r"(?:language_model\.model|model\.language_model)\.(.*)", name=r"model.\1"),
         Rule(pattern=r"language_model\.(lm_head\..*)", name=r"\1"),
     )
 
 
-def _without_prefix(value: Any) -> Any:
-    """The settings of a weight format with the names of the text model's modules."""
+def _without_prefix(name: str) -> str:
+    """A module's name, or an expression for such names, in the text model."""
+    return _HEAD.sub("", _PREFIX.sub("model", name))
+
+
+def rename_modules(value: Any, rename: Callable[[str], str]) -> Any:
+    """The settings of a weight format with other names of modules."""
     if isinstance(value, str):
-        return _HEAD.sub("", _PREFIX.sub("model", value))
+        return rename(value)
     if isinstance(value, Mapping):
-        return {key: _without_prefix(each) for key, each in value.items()}
+        return {key: rename_modules(each, rename) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_prefix(each) for each in value]
+        return [rename_modules(each, rename) for each in value]
     return value
 
 

@@ -172,17 +172,18 @@ bool run_add(const Run& run) {
 
 bool run_sigmoid_gate(const Run& run) {
   const int width = run.size(0), gates = run.size(1);
+  const bool largest = run.size(2) != 0;
   run.each_row(2 * width, [&](int row) {
     const float* x = row_of(run.step_tensor(0), row, width);
     float* out = row_of(run.step_tensor(2), row, width);
-    if (gates == 1) {
-      const F32x8 gate = times_sigmoid(splat(1.0f), splat(run.step_tensor(1)[row]));
+    const float* own = row_of(run.step_tensor(1), row, gates);
+    if (gates == 1 || largest) {
+      const F32x8 gate = times_sigmoid(splat(1.0f), splat(*std::max_element(own, own + gates)));
       each_vector(width, [&](int i, int count) WINDLASS_INLINED {
         store_tail(out + i, mul(load_tail(x + i, count), gate), count);
       });
       return;
     }
-    const float* own = row_of(run.step_tensor(1), row, gates);
     each_vector(width, [&](int i, int count) WINDLASS_INLINED {
       store_tail(out + i, times_sigmoid(load_tail(x + i, count), load_tail(own + i, count)), count);
     });

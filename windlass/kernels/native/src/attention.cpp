@@ -36,6 +36,7 @@ struct Job {
   const Run& run;
   Pages kv;
   int window;  // 0: none
+  bool chunked;  // a query sees its own chunk of `window` positions
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;  // per query head, or null
 
@@ -43,7 +44,8 @@ struct Job {
   int lines(const Task& t) const { return t.count * kv.group(); }
   const WindlassRow& row(const Task& t) const { return run.step.rows[t.row]; }
   int first_visible(int position) const {
-    return window > 0 ? std::max(0, position - window + 1) : 0;
+    if (window == 0) return 0;
+    return chunked ? position - position % window : std::max(0, position - window + 1);
   }
   int query_head(int head, int line) const { return head * kv.group() + line % kv.group(); }
   float* query(int which, const Task& t, int head, int line) const {
@@ -265,6 +267,7 @@ bool run_attention(const Run& run) {
   const Job job{run,
                 kv_pages(run, 0),
                 run.size(7),
+                run.size(8) != 0,
                 run.command.scalars[0],
                 run.command.scalars[1],
                 run.model_tensor<float>(4)};

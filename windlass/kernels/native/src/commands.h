@@ -10,7 +10,7 @@
 //   quantise  x, out, scales                given scale or null            width
 //   silu_mul  x, out                                                       width
 //   rope      x, out                        cos_sin, q norm, k norm, kv    heads ..., rotary_dim, flags; eps
-//   attention x, out                        kv, sinks                      heads ..., window; scale, soft cap
+//   attention x, out                        kv, sinks                      heads ..., window, chunked; scale, soft cap
 //   gather    x, out                                                       width
 //   argmax    x, out (int32)                                               width
 //   lora      x, y                          down, up, ranks, shape, scales
@@ -26,7 +26,8 @@
 //   gelu_mul  x, out                                                       width
 //   map       x, out                                                       width, function; constant
 //   add       x, y, out                                                    width
-//   sigmoid_gate    x, gate, out                                           width, gates per row: 1 or width
+//   sigmoid_gate    x, gate, out                                           width, gates per row: 1 or width; or any
+//                                                                          number, and 1: the largest counts
 //   sparse_mixer    x, out                                                 width; jitter, limit
 //   causal_conv     x, out                  weight, bias or null, states   first column, channels, conv size, x width,
 //                                                                          state ..., offset in a state
