@@ -36,6 +36,15 @@ def test_the_correction_bias_changes_the_choice_and_not_the_weight() -> None:
     torch.testing.assert_close(weights, torch.sigmoid(torch.tensor([[-1.0]])) * 2.5)
 
 
+def test_weights_of_the_experts_multiply_those_of_the_router() -> None:
+    logits, scales = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([5.0, 3.0, 2.0])
+    routing = Routing(num_experts=3, top_k=2, normalised=True)
+    plain, _ = route(logits, None, routing)
+    weights, chosen = route(logits, None, routing, scales)
+    assert chosen.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, plain * torch.tensor([[2.0, 3.0]]))
+
+
 @pytest.mark.parametrize(("group_score", "expected"), [("max", [2, 3]), ("top2", [0, 1])])
 def test_experts_come_from_the_best_groups(group_score: str, expected: list[int]) -> None:
     logits = torch.tensor([[2.0, 2.0, 2.5, -9.0, 0.0, 0.0]])

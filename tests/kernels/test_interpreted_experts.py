@@ -101,6 +101,7 @@ def make_weights(
         routing=routing,
         activation=activation or ExpertActivation(),
         correction_bias=random(experts) if biased else None,
+        expert_scales=random(experts) if biased else None,
         gate_up_bias=random(experts, 2 * inner) if biased else None,
         down_bias=random(experts, hidden) if biased else None,
     )

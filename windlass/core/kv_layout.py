@@ -128,6 +128,11 @@ class KVLayout:
         return max(len(group.layers) for group in self.groups)
 
     @property
+    def mixes_pages(self) -> bool:
+        """Whether the groups' pages have different shapes."""
+        return len({group.page for group in self.groups}) > 1
+
+    @property
     def has_state(self) -> bool:
         return any(group.kind == "state" for group in self.groups)
 

@@ -98,19 +98,23 @@ def attention_layout(
     block_size: int,
     dtype: torch.dtype,
     states: Mapping[int, int] | None = None,
+    layer_heads: Sequence[Heads] = (),
 ) -> KVLayout:
     """The KV layout of attention layers, given the window of each; None: full attention.
 
-    `states`: the layers that have a recurrent state instead, of so many numbers.
+    `states`: the layers that have a recurrent state instead, of so many numbers. `layer_heads`: the heads
+    of each layer, if they differ.
     """
     states = states or {}
+    sizes = [(heads.num_kv, heads.dim) for heads in layer_heads]
+    sizes = sizes or [(num_kv_heads, dim)] * len(windows)
     groups = [
         _state_group(layer, states[layer], dim)
         if layer in states
         else KVGroup(
             kind="full" if window is None else "window",
             layers=(layer,),
-            page=(2, num_kv_heads, block_size, dim),
+            page=(2, sizes[layer][0], block_size, sizes[layer][1]),
             item_bytes=dtype.itemsize,
             scale_bytes=SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0,
             window=window,
@@ -149,19 +153,18 @@ class KVCache:
         self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers: list[LayerPages]
-        self._block_axis = 0 if layout.has_state else 2
-        if layout.has_state:
-            self._owned = [_zeros((num_blocks, layout.block_bytes), torch.uint8, device)]
-            self.layers = _layers_with_states(layout, self._owned[0], dtype)
-            return
-        pages = {group.page for group in layout.groups}
         kinds = {group.kind for group in layout.groups}
-        if len(pages) > 1:
-            raise UnsupportedError(
-                f"KV groups of the kinds {', '.join(sorted(kinds))} with pages {sorted(pages)}: only "
-                "keys and values of one shape, or latent vectors of one size, can be allocated."
-            )
-        page = pages.pop()
+        self._block_axis = 0 if layout.mixes_pages or layout.has_state else 2
+        if self._block_axis == 0:
+            if "latent" in kinds or dtype in MAX_CODE:
+                raise UnsupportedError(
+                    f"KV groups of the kinds {', '.join(sorted(kinds))} in {dtype}: pages of different "
+                    "shapes hold unquantised keys, values and states only."
+                )
+            self._owned = [_zeros((num_blocks, layout.block_bytes), torch.uint8, device)]
+            self.layers = _layers_in_bytes(layout, self._owned[0], dtype)
+            return
+        page = layout.groups[0].page
         (planes, *shape) = (1, 1, *page) if "latent" in kinds else page
         # Each [page slots, 2 (keys, values) or 1 (latent), blocks, heads, ...]; a `LayerKV` holds views
         # of one slot.
@@ -218,8 +221,8 @@ class KVCache:
             by_block[list(targets)] = by_block[list(sources)]
 
 
-def _layers_with_states(layout: KVLayout, owned: Tensor, dtype: torch.dtype) -> list[LayerPages]:
-    """Views of the bytes of all blocks, [blocks, bytes]."""
+def _layers_in_bytes(layout: KVLayout, owned: Tensor, dtype: torch.dtype) -> list[LayerPages]:
+    """Views of the bytes of all blocks, [blocks, bytes], where the groups' pages differ."""
     layers: list[LayerPages] = []
     for layer in range(layout.num_layers):
         index, slot = layout.place(layer)

@@ -54,6 +54,7 @@ class ExpertWeights:
     load: Tensor | None = None  # int64 [E]: counts the tokens of each expert
     activation: ExpertActivation = field(default_factory=ExpertActivation)
     correction_bias: Tensor | None = None  # float32 [E], added to scores for the choice only
+    expert_scales: Tensor | None = None  # float32 [E], of the weights of each expert's results
     gate_up_bias: Tensor | None = None  # [L, 2 I]
     down_bias: Tensor | None = None  # [L, H]
 

@@ -32,6 +32,7 @@ class Ops:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]  # may update the residual in place
     silu_mul: Callable[..., Tensor]
     rope_write: Callable[..., Tensor] = reference.rope_write
+    rotate_queries: Callable[..., Tensor] = reference.rotate_queries
     attention: Callable[..., Tensor] = reference.attention
     latent_queries: Callable[..., Tensor] = reference_latent.latent_queries
     latent_attention: Callable[..., Tensor] = reference_latent.latent_attention
@@ -42,6 +43,7 @@ class Ops:
     embedding: Callable[..., Tensor] = reference.embedding
     gather: Callable[..., Tensor] = reference.gather
     qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
+    value_norm: Callable[..., Tensor] = reference.value_norm  # may update qkv in place
     layer_norm: Callable[..., Tensor] = reference.layer_norm
     # May update the residual in place.
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_layer_norm
@@ -72,6 +74,12 @@ class Ops:
         if isinstance(qkv, UnscaledOutputs):
             qkv = qkv.scaled()
         queries = self.rope_write(qkv, heads, rope, kv, batch)
+        return self.attend_queries(queries, kv, batch, options)
+
+    def attend_queries(
+        self, queries: Tensor, kv: LayerKV, batch: StepBatch, options: AttentionOptions
+    ) -> Tensor:
+        """Attention of rotated queries to keys and values that are in their pages."""
         if batch.batch_invariant and batch.work is None and not self.is_native:
             return batch_invariant_attention(queries, kv, batch, options)
         return self.attention(queries, kv, batch, options)
@@ -147,6 +155,8 @@ _TORCH_ON_GPU = (
     "activate",
     "sigmoid_gate",
     "scale_by_top_score",
+    "rotate_queries",
+    "value_norm",
     "split_gates",
     "sparse_mixer",
     "soft_cap",

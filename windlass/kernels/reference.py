@@ -76,6 +76,13 @@ def qk_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tens
     return torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v], dim=-1)
 
 
+def value_norm(qkv: Tensor, heads: Heads, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each head of v, which follows q and k."""
+    before, v = qkv.tensor_split([(heads.num_q + heads.num_kv) * heads.dim], dim=1)
+    v = rms_norm(v.unflatten(1, (heads.num_kv, heads.dim)), weight, eps)
+    return torch.cat([before, v.flatten(1)], dim=1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -206,6 +213,20 @@ def rope_write(
             codes, scale = encode(new, pages.dtype)
             pages[blocks, :, offsets] = codes
             scales[blocks, :, offsets] = scale
+    return q.contiguous()
+
+
+def rotate_queries(q: Tensor, heads: Heads, options: RopeOptions, batch: StepBatch) -> Tensor:
+    """Normalise and rotate queries [tokens, heads * dim] whose keys are those of another layer.
+
+    Returns [tokens, heads, dim].
+    """
+    q = q.unflatten(1, (heads.num_q, heads.dim))
+    if options.norms is not None:
+        q = head_norm(q, options.norms.q, options.norms)
+    if options.cos_sin is not None:
+        cos, sin = options.cos_sin[batch.positions].chunk(2, dim=-1)
+        q = rope(q, cos, sin, options.interleaved)
     return q.contiguous()
 
 

@@ -14,10 +14,12 @@ from windlass.kernels.native.pool import Workers
 from windlass.kernels.packed import Float8, Packed
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, expert_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The weights, float32 [T, k], and indices [T, k] of each token's experts.
 
-    Among equal scores the lower index is chosen.
+    Among equal scores the lower index is chosen. `expert_scales` [E] multiply the weights of their experts.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if routing.score == "softmax" else wide.sigmoid()
@@ -28,7 +30,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(-1, chosen)
     if routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * routing.scale, chosen
+    weights = weights * routing.scale
+    return weights if expert_scales is None else weights * expert_scales[chosen], chosen
 
 
 def _limit_to_groups(ranks: Tensor, routing: Routing) -> Tensor:
@@ -97,11 +100,12 @@ class ReferenceMLP(ExpertMLP):
                     for each in fields(form)
                     if isinstance(value := getattr(form, each.name), Tensor)
                 ]
-        return [*found, self._weights.correction_bias, self._weights.load]
+        weights = self._weights
+        return [*found, weights.correction_bias, weights.expert_scales, weights.load]
 
     def apply(self, x: Tensor, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
         weights = self._weights
-        scales, ids = route(logits, weights.correction_bias, weights.routing)
+        scales, ids = route(logits, weights.correction_bias, weights.routing, weights.expert_scales)
         if chosen is not None:
             chosen.copy_(ids)
         load = self.counted(weights.load)

@@ -21,13 +21,14 @@ from windlass.kernels.gpu import gpu_of
 from windlass.kernels.native.ops import NativeOps
 from windlass.kernels.native.pool import Workers
 
-_MAX_NATIVE_DIM = 256
+_MAX_NATIVE_DIM = 512
 _MAX_NATIVE_GROUP = 64
 _MAX_NATIVE_LATENT = 640
 _MAX_NATIVE_CONV = 8
 _MAX_NATIVE_KEY = 256
 _MIN_TRITON_STATE = 16
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
+_MAX_TRITON_DIM = 256
 _MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
 
 
@@ -97,10 +98,16 @@ def _triton(need: Need) -> str | None:
     return gpu_of(need.device).lacks_triton()
 
 
+def _triton_pages(need: Need) -> str | None:
+    if need.heads.dim > _MAX_TRITON_DIM:
+        return f"head_dim is {need.heads.dim}, more than {_MAX_TRITON_DIM}"
+    return _triton(need)
+
+
 def _triton_attention(need: Need) -> str | None:
     if need.heads.group > _MAX_TRITON_GROUP:
         return f"{need.heads.group} query heads share a kv head, more than {_MAX_TRITON_GROUP}"
-    return _triton(need)
+    return _triton_pages(need)
 
 
 def _triton_latent(need: Need) -> str | None:
@@ -217,11 +224,13 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     "activate": [Candidate("native", "activate", _native)],
     "sigmoid_gate": [Candidate("native", "sigmoid_gate", _native)],
     "scale_by_top_score": [Candidate("native", "scale_by_top_score", _native)],
+    "rotate_queries": [Candidate("native", "rotate_queries", _native_pages)],
+    "value_norm": [Candidate("native", "value_norm", _native)],
     "split_gates": [Candidate("native", "split_gates", _native)],
     "sparse_mixer": [Candidate("native", "sparse_mixer", _native)],
     "soft_cap": [Candidate("native", "soft_cap", _native)],
     "rope_write": [
-        Candidate("triton", f"{_TRITON}.rope:rope_write", _triton),
+        Candidate("triton", f"{_TRITON}.rope:rope_write", _triton_pages),
         Candidate("native", "rope_write", _native_pages),
     ],
     "attention": [

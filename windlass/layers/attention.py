@@ -58,6 +58,8 @@ class AttentionShape:
     # head, without a weight.
     qk_norm: Literal["head", "each_head", "whole", "unit"] | None = None
     norm_kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm without a bias
+    value_norm: bool = False  # each head of v is normalised, without a weight
+    shares_kv: bool = False  # q_proj only: keys and values are those of another layer
     float32_norms: bool = False  # the weights of q and k norms are kept in float32
     growth: ScoreGrowth | None = None
     # q_proj has the gate of each query head behind the head: outputs are multiplied by its sigmoid.
@@ -151,7 +153,9 @@ class Attention(AttentionLayer, ShardedRows):
         kv = Shard.replicated(total.num_kv * total.dim, group, unit=total.dim)
         self.heads = Heads(q.count // total.dim, kv.count // total.dim, total.dim)
         queries = replace(q, whole=2 * q.whole, unit=2 * q.unit) if shape.gated else q
-        outputs = {"q_proj": queries, "k_proj": kv, "v_proj": kv}
+        outputs = {"q_proj": queries}
+        if not shape.shares_kv:
+            outputs |= {"k_proj": kv, "v_proj": kv}
         self.qkv_proj = Linear(
             outputs=outputs,
             inputs=Shard(shape.input_size or shape.hidden_size),
@@ -173,7 +177,12 @@ class Attention(AttentionLayer, ShardedRows):
             self.q_norm = self.k_norm = UnitNorm(total.dim, dtype, device)
         elif shape.qk_norm is not None:
             kind = torch.float32 if shape.float32_norms else dtype
-            self.q_norm, self.k_norm = (_head_norm(shape, part, kind) for part in (q, kv))
+            self.q_norm = _head_norm(shape, q, kind)
+            self.k_norm = None if shape.shares_kv else _head_norm(shape, kv, kind)
+        self.v_norm: UnitNorm | None = None
+        if shape.value_norm and not shape.shares_kv:
+            assert device is not None
+            self.v_norm = UnitNorm(total.dim, dtype, device)
         self.rows = Shard.even(total.num_q, group)
         self.sinks = None
         if shape.sinks:
@@ -196,23 +205,30 @@ class Attention(AttentionLayer, ShardedRows):
             qkv = self._normalise_whole(qkv)
         if self.shape.growth is not None:
             qkv = self._scaled_queries(qkv, self.shape.growth.of(batch.positions))
+        if self.v_norm is not None:
+            weight, eps = self.v_norm.weight, self.shape.norm_eps
+            qkv = self.ops.value_norm(_scaled(qkv), self.heads, weight, eps)
         options = replace(self._options, sinks=self.sinks)
         rope = RopeOptions(
             cos_sin=cos_sin if self.shape.rope else None,
             interleaved=self.shape.interleaved,
             norms=self._norms,
         )
-        attended = self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
+        if self.shape.shares_kv:
+            queries = self.ops.rotate_queries(_scaled(qkv), self.heads, rope, batch)
+            attended = self.ops.attend_queries(queries, kv, batch, options).flatten(1)
+        else:
+            attended = self.ops.attend(qkv, self.heads, rope, kv, batch, options).flatten(1)
         return attended if gates is None else self.ops.sigmoid_gate(attended, gates)
 
     @property
     def _norms(self) -> QKNorms | None:
         """The norms that the kernels apply to each head."""
-        if self.q_norm is None or self.k_norm is None or self.shape.qk_norm == "whole":
+        if self.q_norm is None or self.shape.qk_norm == "whole":
             return None
         return QKNorms(
             q=self.q_norm.weight,
-            k=self.k_norm.weight,
+            k=(self.k_norm or self.q_norm).weight,  # without keys there is no norm of them
             eps=self.shape.norm_eps,
             kind=self.shape.norm_kind,
         )

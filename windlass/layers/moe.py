@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from windlass.kernels.token_split import TokenSplit
 from windlass.layers.expert_combine import ExpertCombine, ExpertSpread
 from windlass.layers.linear import Linear, MethodFor
 from windlass.layers.mlp import GatedMLP
+from windlass.layers.norm import RMSNorm
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Mesh
 from windlass.quant.base import LinearMethod
@@ -82,6 +84,7 @@ class MoEShape:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     jitter: float | None = None
+    expert_scales: bool = False  # a stored weight of each expert's results
     scales_inputs: bool = False  # by the sigmoid of a token's largest logit; top_k is 1
 
 
@@ -114,10 +117,15 @@ class Experts(nn.Module):
         gate_up = {f"{i}.{part}": shard for i in self._local for part, shard in first.items()}
         down = {f"{i}.down_proj": hidden for i in self._local}
         stack = partial(ExpertStack, finished=self._prepare, dtype=dtype, bias=shape.expert_bias)
-        # A parameter of this module, so that it is loaded before the stacks.
+        # Parameters of this module, so that they are loaded before the stacks.
         self.e_score_correction_bias: nn.Parameter | None = None
         if shape.correction_bias:
             self.e_score_correction_bias = nn.Parameter(
+                torch.empty(shape.routing.num_experts, dtype=torch.float32), requires_grad=False
+            )
+        self.per_expert_scale: nn.Parameter | None = None
+        if shape.expert_scales:
+            self.per_expert_scale = nn.Parameter(
                 torch.empty(shape.routing.num_experts, dtype=torch.float32), requires_grad=False
             )
         self.gate_up = stack(gate_up, hidden, method_for(gate_up))
@@ -139,6 +147,7 @@ class Experts(nn.Module):
             experts=None if all_local else self._local,
             activation=shape.activation,
             correction_bias=self.e_score_correction_bias,
+            expert_scales=self.per_expert_scale,
             gate_up_bias=None if gate_up.bias is None else gate_up.bias.view(count, -1),
             # The ranks' results are summed, so one of them adds the bias.
             down_bias=None if down.bias is None or self._rank > 0 else down.bias.view(count, -1),
@@ -243,7 +252,16 @@ class MoE(nn.Module):
     ) -> Tensor:
         """The result, without residual addition and norm."""
         assert isinstance(x, Tensor)  # the norm before a router does not quantise
-        logits = self.gate(x, adapters)
+        return self.routed(x, self.gate(x, adapters), adapters, split)
+
+    def routed(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        adapters: AdapterRows | None = None,
+        split: TokenSplit | None = None,
+    ) -> Tensor:
+        """The result for the router's logits."""
         if self._jitter is not None:
             logits = self.ops.sparse_mixer(logits, self._jitter)
         inputs = self.ops.scale_by_top_score(x, logits) if self._scales_inputs else x
@@ -255,3 +273,30 @@ class MoE(nn.Module):
             gate = self.shared_expert_gate(x, adapters)
             shared = self.ops.sigmoid_gate(shared, gate if split is None else split.own(gate))
         return y + shared
+
+
+class MoEBesideMLP(MoE):
+    """A mixture of experts that reads the residual stream beside a dense MLP (Gemma 4).
+
+    The router, the experts' inputs and both outputs have norms of their own.
+    """
+
+    def __init__(self, *, norms: Callable[[], RMSNorm], shape: MoEShape, **options: Any) -> None:
+        super().__init__(shape=shape, **options)
+        self.router_norm, self.input_norm = norms(), norms()
+        self.dense_norm, self.output_norm = norms(), norms()
+        self._router_scale = shape.hidden_size**-0.5
+
+    def beside(
+        self,
+        dense: Tensor,
+        residual: Tensor,
+        adapters: AdapterRows | None,
+        split: TokenSplit | None,
+    ) -> Tensor:
+        """The sum of both outputs, normalised; with `split`, of this rank's tokens, as are the inputs."""
+        x, to_route = self.input_norm(residual), self.router_norm(residual) * self._router_scale
+        if split is not None:
+            x, to_route = (split.gather_rows(each) for each in (x, to_route))
+        y = self.routed(x, self.gate(to_route, adapters), adapters, split)
+        return self.dense_norm(dense) + self.output_norm(y)

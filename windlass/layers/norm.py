@@ -134,6 +134,29 @@ class OutputNorm:
         return self._following.add(y, residual, unquantised)
 
 
+class ScaledStream:
+    """Multiplies the residual stream by a number before `following` normalises it."""
+
+    fusable = False
+
+    def __init__(self, scale: Tensor, following: Norm) -> None:
+        self._scale = scale
+        self._following = following
+        self.eps = following.eps
+
+    @property
+    def weight(self) -> Tensor:
+        return self._following.weight
+
+    def input_quant(self, num_rows: int) -> InputQuant | None:
+        return self._following.input_quant(num_rows)
+
+    def add(
+        self, x: Outputs, residual: Tensor | None, unquantised: bool = False
+    ) -> tuple[Inputs, Tensor]:
+        return self._following.add(_total(x, residual) * self._scale, None, unquantised)
+
+
 def after(norm: nn.Module | None, scale: float, following: Norm) -> Norm:
     """`following`, with the output norm and the residual scale before it, if there are any."""
     if norm is None and scale == 1.0:

@@ -53,13 +53,16 @@ _DTYPES = {
 
 def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """(out, in) of every module that an adapter can change."""
-    hidden, intermediate = hparams.hidden_size, hparams.intermediate_size
-    attention = _attention_shapes(hparams)
-    mlp = {"mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
-    if hparams.gated_mlp:
-        mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
+    hidden = hparams.hidden_size
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(hparams.num_layers):
+        attention, intermediate = (
+            _attention_shapes(hparams, layer),
+            hparams.intermediate_size_of(layer),
+        )
+        mlp = {"mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
+        if hparams.gated_mlp:
+            mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
         is_moe = hparams.moe is not None and hparams.moe.layers[layer]
         # A recurrent mixer's projections have no adapters: the input projection is stored fused.
         mixer = {} if hparams.is_recurrent(layer) else attention
@@ -68,12 +71,16 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
 
 
-def _attention_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
+def _attention_shapes(hparams: HParams, layer: int) -> dict[str, tuple[int, int]]:
     hidden = hparams.hidden_size
     if hparams.mla is None:
-        q, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
-        queries = 2 * q if hparams.attention_gates else q
-        shapes = {"q_proj": (queries, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        kv_heads = hparams.kv_heads_of(layer)
+        q, kv = hparams.num_heads * kv_heads.dim, kv_heads.num * kv_heads.dim
+        shapes = {"q_proj": (2 * q if hparams.attention_gates else q, hidden)}
+        # An adapter of a k_proj that gives keys and values would change both; the network has them apart.
+        gives_both = hparams.keys_are_values and hparams.sliding_windows[layer] is None
+        if hparams.kv_layer_of(layer) == layer and not gives_both:
+            shapes |= {"k_proj": (kv, hidden), "v_proj": (kv, hidden)}
         shapes["o_proj"] = (hidden, q)
     else:  # kv_b_proj is absorbed, so adapters cannot change it
         heads, rank = hparams.mla.heads, hparams.mla.q_rank

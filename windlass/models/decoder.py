@@ -7,7 +7,7 @@ names list rules (tensor_rules.py).
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,12 @@ from windlass.layers.linear import Linear
 from windlass.layers.mamba import Mamba
 from windlass.layers.mla import MLA, MLAShape
 from windlass.layers.mlp import GatedMLP, PlainMLP
-from windlass.layers.moe import MoE, MoEShape
-from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, after
+from windlass.layers.moe import MoE, MoEBesideMLP, MoEShape
+from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, ScaledStream, after
+from windlass.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from windlass.layers.recurrent import RecurrentShape, rank_recurrent_heads
 from windlass.layers.rotary import Rotary
-from windlass.models.hparams import HParams
+from windlass.models.hparams import HParams, MoEHParams
 from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
@@ -78,11 +79,17 @@ class Block(nn.Module):
             self.mamba = recurrent if isinstance(recurrent, Mamba) else None
             self.linear_attn = recurrent if isinstance(recurrent, DeltaNet) else None
         else:
-            self.self_attn = _attention(index, hparams, parts, index - first)
+            self.self_attn = _attention(index, hparams, parts, hparams.kv_layer_of(index) - first)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
         self.mlp = _mlp(index, hparams, parts)
+        self.layer_scalar: nn.Parameter | None = None
+        if hparams.layer_scales:
+            scalar = torch.empty(1, dtype=parts.dtype)
+            self.layer_scalar = nn.Parameter(scalar, requires_grad=False)
+        self.per_layer = _per_layer_input(index, hparams, parts)
+        self.moe = _moe_beside(index, hparams, parts)
         self.is_parallel = placement == "parallel"
         if not self.is_parallel or hparams.norm.mlp_norm:
             self.post_attention_layernorm = norm_of(hparams, parts)
@@ -112,10 +119,12 @@ class Block(nn.Module):
         batch: StepBatch,
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> tuple[Inputs, Tensor]:
         """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all.
 
         With `batch.split`, inputs and outputs of all tokens are those of this rank's tokens.
+        `layer_inputs`: the tokens' embeddings for this layer, if the model has them.
         """
         if self.is_parallel:
             assert isinstance(x, Tensor)
@@ -128,10 +137,24 @@ class Block(nn.Module):
         else:
             norm = after(output_norm, self._scale, input_norm)
         x, residual = self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
-        next_norm = after(self.post_feedforward_layernorm, self._scale, next_norm)
+        if self.layer_scalar is not None:
+            next_norm = ScaledStream(self.layer_scalar, next_norm)
+        last = next_norm if self.per_layer is None else NoNorm()
+        last = after(self.post_feedforward_layernorm, self._scale, last)
+        split = batch.split if logits_indices is None else None
+        x = batch.all_tokens(x) if logits_indices is None else x
+        if self.moe is None:
+            x, residual = self.mlp(x, residual, last, adapters, split)
+        else:
+            y = self.moe.beside(self.mlp.output(x, adapters, split), residual, adapters, split)
+            unquantised = adapters is not None or (split is not None and split.is_unquantised(last))
+            x, residual = last.add(y, residual, unquantised)
+        if self.per_layer is None:
+            return x, residual
+        assert layer_inputs is not None
         if logits_indices is not None:
-            return self.mlp(x, residual, next_norm, adapters)
-        return self.mlp(batch.all_tokens(x), residual, next_norm, adapters, batch.split)
+            layer_inputs = self.mixer.logits_rows(layer_inputs, batch, logits_indices)
+        return self.per_layer(residual, layer_inputs, next_norm, adapters is not None)
 
     def _parallel(
         self,
@@ -174,6 +197,7 @@ class DecoderModel(nn.Module):
         if stage.is_first and hparams.learned_positions:
             sizes = hparams.learned_positions, hparams.hidden_size
             self.embed_positions = Embedding(*sizes, parts.dtype, parts.ops, SingleRank())
+        self.per_layer = _per_layer_embedding(hparams, parts) if stage.is_first else None
         self.layers = nn.ModuleList()
         for index in stage.layers:  # under the checkpoint's number, also on later stages
             self.layers.add_module(str(index), Block(index, hparams, parts, stage.start))
@@ -207,7 +231,11 @@ class DecoderModel(nn.Module):
         unquantised = batch.adapters is not None or (
             split is not None and split.is_unquantised(first)
         )
-        x, residual = first.add(self._residual(inputs, batch), None, unquantised)
+        embedded = self._residual(inputs, batch)
+        per_layer = None
+        if self.per_layer is not None:
+            per_layer = self.per_layer(inputs, embedded, split)
+        x, residual = first.add(embedded, None, unquantised)
         layers, tables = self.stage.layers, self.cos_sin
         blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
         num_layers = self.stage.num_layers
@@ -222,7 +250,9 @@ class DecoderModel(nn.Module):
                 )
             gathers = i + 1 == num_layers and not reads_all
             logits_indices = batch.logits_indices if gathers else None
-            x, residual = block(x, residual, norm, batch, tables[i - layers.start], logits_indices)
+            own = None if per_layer is None else per_layer[:, i].contiguous()
+            table = tables[i - layers.start]
+            x, residual = block(x, residual, norm, batch, table, logits_indices, own)
         if logits_indices is None:
             x = batch.all_tokens(x)
         assert isinstance(x, Tensor)  # the last norm never quantises its output
@@ -337,10 +367,10 @@ def _growth(hparams: HParams, rope: RopeConfig | None, max_positions: int) -> Sc
 
 
 def _attention_shape(index: int, hparams: HParams, max_positions: int) -> AttentionShape:
-    rope = hparams.rope_of(index)
+    rope, kv_heads = hparams.rope_of(index), hparams.kv_heads_of(index)
     return AttentionShape(
         hidden_size=hparams.hidden_size,
-        heads=Heads(hparams.num_heads, hparams.num_kv_heads, hparams.head_dim),
+        heads=Heads(hparams.num_heads, kv_heads.num, kv_heads.dim),
         qkv_bias=hparams.qkv_bias,
         o_bias=hparams.o_bias,
         norm_eps=hparams.norm_eps,
@@ -356,15 +386,52 @@ def _attention_shape(index: int, hparams: HParams, max_positions: int) -> Attent
         float32_norms=hparams.norm.float32,
         growth=_growth(hparams, rope, max_positions),
         gated=hparams.attention_gates,
+        value_norm=hparams.value_norm,
+        shares_kv=hparams.kv_layer_of(index) != index,
     )
 
 
 def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | MoE:
     """The layer's MLP: dense, or a mixture of experts."""
-    method_for = partial(parts.method_for, f"model.layers.{index}.mlp.")
     moe = hparams.moe
-    if moe is not None and moe.layers[index]:
-        shape = MoEShape(
+    if moe is not None and moe.layers[index] and not moe.beside_dense:
+        return MoE(**_moe_options(index, hparams, moe, parts, name="mlp"))
+    method_for = partial(parts.method_for, f"model.layers.{index}.mlp.")
+    kind = GatedMLP if hparams.gated_mlp else PlainMLP
+    return kind(
+        hidden_size=hparams.hidden_size,
+        intermediate_size=hparams.intermediate_size_of(index),
+        method_for=method_for,
+        ops=parts.ops,
+        group=parts.mesh.tp,
+        bias=parts.dtype if hparams.mlp_bias else None,
+        activation=hparams.activation,
+    )
+
+
+def _moe_beside(index: int, hparams: HParams, parts: Parts) -> MoEBesideMLP | None:
+    """The layer's mixture of experts beside its dense MLP."""
+    moe = hparams.moe
+    if moe is None or not moe.layers[index] or not moe.beside_dense:
+        return None
+
+    def norm() -> RMSNorm:
+        made = norm_of(hparams, parts)
+        assert isinstance(made, RMSNorm)
+        return made
+
+    return MoEBesideMLP(norms=norm, **_moe_options(index, hparams, moe, parts, name="moe"))
+
+
+def _moe_options(
+    index: int, hparams: HParams, moe: MoEHParams, parts: Parts, *, name: str
+) -> dict[str, Any]:
+    """The arguments of a layer's mixture of experts, which is the module `name`."""
+    placement = parts.placements.get(index) or ExpertPlacement.contiguous(
+        moe.routing.num_experts, parts.mesh.ep.size
+    )
+    return {
+        "shape": MoEShape(
             hidden_size=hparams.hidden_size,
             intermediate_size=moe.intermediate_size,
             routing=moe.routing,
@@ -375,31 +442,52 @@ def _mlp(index: int, hparams: HParams, parts: Parts) -> GatedMLP | PlainMLP | Mo
             shared_intermediate_size=moe.shared_intermediate_size,
             shared_gate=moe.shared_gate,
             jitter=moe.jitter,
+            expert_scales=moe.beside_dense,
             scales_inputs=moe.scales_inputs,
-        )
-        return MoE(
-            shape=shape,
-            method_for=method_for,
-            kernels=parts.experts or ExpertKernels(parts.device, parts.dtype, plain=True),
-            ops=parts.ops,
-            mesh=parts.mesh,
-            spread=ExpertSpread(
-                parts.placements.get(index)
-                or ExpertPlacement.contiguous(moe.routing.num_experts, parts.mesh.ep.size),
-                parts.device,
-                parts.expert_combine,
-            ),
-            dtype=parts.dtype,
-        )
-    kind = GatedMLP if hparams.gated_mlp else PlainMLP
-    return kind(
+        ),
+        "method_for": partial(parts.method_for, f"model.layers.{index}.{name}."),
+        "kernels": parts.experts or ExpertKernels(parts.device, parts.dtype, plain=True),
+        "ops": parts.ops,
+        "mesh": parts.mesh,
+        "spread": ExpertSpread(placement, parts.device, parts.expert_combine),
+        "dtype": parts.dtype,
+    }
+
+
+def _per_layer_input(index: int, hparams: HParams, parts: Parts) -> PerLayerInput | None:
+    found = hparams.per_layer_inputs
+    if found is None:
+        return None
+    return PerLayerInput(
         hidden_size=hparams.hidden_size,
-        intermediate_size=hparams.intermediate_size,
-        method_for=method_for,
+        size=found.size,
+        activation=found.activation,
+        norm=norm_of(hparams, parts),
+        method_for=partial(parts.method_for, f"model.layers.{index}.per_layer."),
         ops=parts.ops,
         group=parts.mesh.tp,
-        bias=parts.dtype if hparams.mlp_bias else None,
-        activation=hparams.activation,
+    )
+
+
+def _per_layer_embedding(hparams: HParams, parts: Parts) -> PerLayerEmbedding | None:
+    found = hparams.per_layer_inputs
+    if found is None:
+        return None
+    sizes, group = (found.vocab_size, hparams.num_layers * found.size), parts.mesh.tp
+    method = parts.per_layer_table_method
+    table: nn.Module = Embedding(*sizes, parts.table_dtype or parts.dtype, parts.ops, group)
+    if method is not None and method.gives_rows(*sizes):
+        table = PackedEmbedding(*sizes, method, parts.dtype, group)
+    return PerLayerEmbedding(
+        table,
+        hidden_size=hparams.hidden_size,
+        size=found.size,
+        num_layers=hparams.num_layers,
+        eps=hparams.norm_eps,
+        method_for=partial(parts.method_for, "model.per_layer."),
+        ops=parts.ops,
+        group=group,
+        dtype=parts.dtype,
     )
 
 
@@ -461,13 +549,15 @@ class Decoder(Network):
                 block_size=block_size,
                 dtype=dtype,
             )
+        own = range(hparams.num_layers - hparams.num_kv_shared_layers)
         return attention_layout(
-            hparams.sliding_windows,
+            hparams.sliding_windows[: own.stop],
             num_kv_heads=rank_heads(hparams, mesh).num_kv,
             dim=hparams.head_dim,
             block_size=block_size,
             dtype=dtype,
             states=_state_sizes(hparams, mesh),
+            layer_heads=[rank_heads(hparams, mesh, layer) for layer in own],
         )
 
     @property

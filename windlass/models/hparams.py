@@ -51,6 +51,9 @@ class MoEHParams:
     shared_gate: bool = False  # the shared expert's output is multiplied by a sigmoid gate
     # The sigmoid of a token's largest router logit scales the input of its only expert.
     scales_inputs: bool = False
+    # The mixture is beside the dense MLP: both read the residual stream, with norms of their own, and their
+    # normalised outputs are summed. The router has a norm too, and results have a weight per expert.
+    beside_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,23 @@ class MLAHParams:
     heads: LatentHeads
     q_rank: int | None  # features between the two projections of queries; None: one projection
     split_up: bool = False  # the file has kv_b_proj as two tensors, as llama.cpp stores it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVHeads:
+    """The KV heads of one layer, and the size of its heads."""
+
+    num: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputs:
+    """Embeddings of the tokens that each layer gets beside the residual stream."""
+
+    vocab_size: int
+    size: int  # of a layer's embedding
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +112,7 @@ class HParams:
     hidden_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # the most and the largest, if layers differ (layer_kv_heads)
     head_dim: int
     intermediate_size: int
     vocab_size: int
@@ -114,6 +134,16 @@ class HParams:
     qk_norm: Literal["head", "each_head", "whole", "unit"] | None = None
     qk_norm_kind: Literal["rms", "layer"] = "rms"
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: no rotation; empty: `rope`
+    layer_kv_heads: tuple[KVHeads, ...] = ()  # per layer; empty: num_kv_heads and head_dim
+    # The last layers have no keys and values: each reads those of the last layer before them with a window,
+    # or without one, as it has.
+    num_kv_shared_layers: int = 0
+    layer_intermediate_sizes: tuple[int, ...] = ()  # per layer; empty: intermediate_size
+    # Layers without a window have no v_proj in the checkpoint: k_proj gives keys and values.
+    keys_are_values: bool = False
+    value_norm: bool = False  # values are normalised per head, without a weight
+    layer_scales: bool = False  # the residual stream after a layer is multiplied by a stored number
+    per_layer_inputs: PerLayerInputs | None = None
     rope_interleaved: bool = False  # pairs are (2 i, 2 i + 1), not (i, i + dim / 2)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
@@ -157,6 +187,31 @@ class HParams:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent mixer in place of attention."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def intermediate_size_of(self, layer: int) -> int:
+        """The inner size of a layer's dense MLP."""
+        sizes = self.layer_intermediate_sizes
+        return sizes[layer] if sizes else self.intermediate_size
+
+    def kv_heads_of(self, layer: int) -> KVHeads:
+        """The KV heads of a layer."""
+        if self.layer_kv_heads:
+            return self.layer_kv_heads[layer]
+        return KVHeads(num=self.num_kv_heads, dim=self.head_dim)
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Whether some layers keep keys and values of other sizes than others."""
+        return len(set(self.layer_kv_heads)) > 1
+
+    def kv_layer_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: its own, unless it shares."""
+        first = self.num_layers - self.num_kv_shared_layers
+        if layer < first:
+            return layer
+        slides = self.sliding_windows[layer] is not None
+        kinds = [window is not None for window in self.sliding_windows[:first]]
+        return max(index for index, kind in enumerate(kinds) if kind == slides)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer; None: it does not rotate."""

@@ -27,6 +27,7 @@ from windlass.quant.unquantised import Unquantised
 
 _HEAD = "lm_head"  # as networks name it; `HParams.head` is its name in the checkpoint
 _TABLE = "model.embed_tokens"
+_PER_LAYER_TABLE = "model.per_layer.embed_tokens"
 _PLAIN_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _ANY_LAYER = "model.layers.0.mlp.down_proj"
 
@@ -43,6 +44,7 @@ class Methods:
     choice: Choice
     table_dtype: torch.dtype | None = None  # of the embedding; None: the activation dtype
     table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
+    per_layer_table_method: PackedMethod | None = None  # the same for the per-layer embeddings
 
     def method_for(self, prefix: str, parts: Iterable[str]) -> LinearMethod:
         """One method for a layer of these parts, whose formats may differ."""
@@ -108,7 +110,12 @@ def choose_methods(
             checkpoint=checkpoint, plain=plain, linears=linears, tied=hparams.tie_embeddings
         )
         made = chosen(from_types, ", ".join(types), "the file's types")
-        return replace(made, table_method=_table_method(from_types, hparams))
+        per_layer = from_types(_PER_LAYER_TABLE) if hparams.per_layer_inputs else None
+        return replace(
+            made,
+            table_method=_table_method(from_types, hparams),
+            per_layer_table_method=per_layer if isinstance(per_layer, Gguf) else None,
+        )
     if requested is not None:
         online = _Online(Online(requested, linears), plain, config.quantize_head)
         return chosen(online, requested.name, "quantised while loading")

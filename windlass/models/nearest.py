@@ -10,7 +10,7 @@ NEAREST = {
     "dbrx": "Mixtral (MixtralForCausalLM)",
     "deepseek_v": "DeepSeek V3.1 (DeepseekV3ForCausalLM)",
     "falcon": "Falcon 3 (LlamaForCausalLM)",
-    "gemma": "Gemma 3 (Gemma3ForConditionalGeneration)",
+    "gemma": "Gemma 3 or 4 (Gemma3ForConditionalGeneration, Gemma4ForConditionalGeneration)",
     "gpt_j": "Pythia (GPTNeoXForCausalLM)",
     "gpt_neo": "Pythia (GPTNeoXForCausalLM)",
     "gptj": "Pythia (GPTNeoXForCausalLM)",

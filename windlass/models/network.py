@@ -56,6 +56,7 @@ class Parts:
     mesh: Mesh = field(default_factory=Mesh)
     table_dtype: torch.dtype | None = None  # of the embedding; None: `dtype`
     table_method: PackedMethod | None = None  # of an untied embedding that may stay packed
+    per_layer_table_method: PackedMethod | None = None  # the same for the per-layer embeddings
     workers: Workers = field(default_factory=Workers)  # of native kernels
     experts: ExpertKernels | None = None  # None: the reference
     stage: Stage | None = None  # the layers that this rank computes; None: all
@@ -188,11 +189,16 @@ def kv_layout(
     return _network_class(hparams).kv_layout(hparams, block_size, dtype, mesh or Mesh())
 
 
-def rank_heads(hparams: HParams, mesh: Mesh) -> Heads:
-    """The attention heads that this rank computes. Ranks beyond the KV heads share them."""
+def rank_heads(hparams: HParams, mesh: Mesh, layer: int | None = None) -> Heads:
+    """The attention heads that this rank computes. Ranks beyond the KV heads share them.
+
+    `layer`: None: the largest of all layers, with the most query heads for each KV head.
+    """
+    layers = range(hparams.num_layers) if layer is None else (layer,)
+    kv_heads = [hparams.kv_heads_of(each) for each in layers]
     q = Shard.even(hparams.num_heads, mesh.tp)
-    kv = Shard.replicated(hparams.num_kv_heads, mesh.tp, unit=1)
-    return Heads(q.count, kv.count, hparams.head_dim)
+    counts = [Shard.replicated(each.num, mesh.tp, unit=1).count for each in kv_heads]
+    return Heads(q.count, min(counts), max(each.dim for each in kv_heads))
 
 
 def block_size_of(requested: int | None, hparams: HParams) -> int:

@@ -20,7 +20,9 @@ def frequencies(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     base = 1.0 / rope.theta**exponent
     if rope.rope_factors is not None:
         return base / torch.tensor(rope.rope_factors, device="cpu"), 1.0
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        base[int(rope.proportion * rope.dim) // 2 :] = 0.0
+    if rope.kind in ("linear", "proportional"):
         return base / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(base, rope), 1.0

@@ -11,7 +11,7 @@ from typing import Literal, cast, get_args
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.fields import Fields
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,9 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    proportion: float = (
+        1.0  # proportional: the share of the pairs that rotate, those of high frequency
+    )
     # llama.cpp stores llama3 scaling as one divisor per frequency, dim / 2 in total.
     rope_factors: tuple[float, ...] | None = None
     # longrope: divisors for contexts of up to original_max_positions, and for longer ones
@@ -63,7 +66,9 @@ class RopeConfig:
         original = rope.positive_int(
             "original_max_position_embeddings", config.positive_int("max_position_embeddings")
         )
-        dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+        proportion = rope.number("partial_rotary_factor", 1.0)
+        is_proportional = kind == "proportional"
+        dim = head_dim if is_proportional else int(head_dim * proportion)
         if dim % 2 or not 0 < dim <= head_dim:
             raise CheckpointError(
                 f"{config.source}: {dim} of {head_dim} features per head are rotary; "
@@ -83,6 +88,7 @@ class RopeConfig:
             mscale=rope.number_or_none("mscale"),
             mscale_all_dim=rope.number_or_none("mscale_all_dim"),
             truncate=rope.flag("truncate", True),
+            proportion=proportion if is_proportional else 1.0,
             rope_factors=_factors(rope, "rope_factors", dim),
             short_factors=_factors(rope, "short_factor", dim, required=kind == "longrope"),
             long_factors=_factors(rope, "long_factor", dim, required=kind == "longrope"),
@@ -127,6 +133,8 @@ def _merged_fields(config: Fields, layer_type: str | None) -> Fields:
 def _factor(kind: RopeKind, rope: Fields, config: Fields, original: int) -> float:
     if kind == "default":
         return 1.0
+    if kind == "proportional":
+        return rope.number("factor", 1.0)
     if kind == "longrope":
         return rope.number("factor", config.positive_int("max_position_embeddings") / original)
     return rope.number("factor")

@@ -47,6 +47,11 @@ def check_stages(hparams: HParams, num_stages: int) -> None:
             f"--pipeline-parallel-size {num_stages}: {hparams.architecture} runs through transformers' "
             "code, which computes all layers. Use one stage."
         )
+    if hparams.per_layer_inputs is not None or hparams.num_kv_shared_layers:
+        raise UnsupportedError(
+            f"--pipeline-parallel-size {num_stages}: layers of {hparams.architecture} read the token ids or "
+            "the KV cache of earlier layers, which other stages do not have. Use one stage."
+        )
     if num_stages > hparams.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages}: the model has {hparams.num_layers} layers, and "

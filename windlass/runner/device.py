@@ -120,6 +120,11 @@ def choose_kv_format(
             f"--kv-cache-dtype {requested}: a model with recurrent states keeps the KV of its attention "
             "layers unquantised, since its states need most of the memory. Use --kv-cache-dtype auto."
         )
+    if usual.mixes_pages:
+        raise ConfigError(
+            f"--kv-cache-dtype {requested}: the layers of {hparams.architecture} have heads of different "
+            "sizes, whose keys and values are kept unquantised. Use --kv-cache-dtype auto."
+        )
     kind = _KV_DTYPES[requested]
     is_fp8 = kind != torch.int8
     why = gpu_of(device).lacks_fp8() if is_fp8 and triton else None

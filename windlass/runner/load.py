@@ -137,6 +137,7 @@ def make_blueprint(
         expert_combine=config.parallel.expert_combine,
         table_dtype=methods.table_dtype,
         table_method=methods.table_method,
+        per_layer_table_method=methods.per_layer_table_method,
         workers=workers,
         experts=ExpertKernels(
             device,

@@ -83,6 +83,11 @@ def open_draft(config: EngineConfig, hparams: HParams) -> DraftModel:
             f"--spec-model {options.spec_model}: {found.architecture} has recurrent states, which cannot "
             "be rolled back when draft tokens are rejected. Use another draft model."
         )
+    if found.mixes_heads:
+        raise ConfigError(
+            f"--spec-model {options.spec_model}: the layers of {found.architecture} have heads of different "
+            "sizes, and so several block tables, which draft models cannot have. Use another draft model."
+        )
     return DraftModel(replace(config, model=own, speculation=SpecConfig()), files, found)
 
 

@@ -57,6 +57,11 @@ def resolve_method(
             f"--spec {config.speculation.spec}: {hparams.architecture} has recurrent states, which cannot "
             "be rolled back when draft tokens are rejected. Use --spec none."
         )
+    if config.speculation.spec != "none" and hparams.mixes_heads:
+        raise ConfigError(
+            f"--spec {config.speculation.spec}: the layers of {hparams.architecture} have heads of different "
+            "sizes, and so several block tables, which verification does not support. Use --spec none."
+        )
     path = _CHECKS.get(config.speculation.spec)
     if path is not None:
         _import(path)(config, files, hparams)

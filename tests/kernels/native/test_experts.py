@@ -88,7 +88,7 @@ def definition(
         with prompt(pool, len(x), 0, len(x) if is_prompt else 0):
             return linear.prepare(rows).apply(x)
 
-    scales, chosen = route(logits, weights.correction_bias, weights.routing)
+    scales, chosen = route(logits, weights.correction_bias, weights.routing, weights.expert_scales)
     out = torch.zeros(x.shape)
     for expert in range(EXPERTS):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
@@ -189,7 +189,10 @@ def test_activations_and_biases(pool: Pool, activation: ExpertActivation) -> Non
 def test_routing(pool: Pool, changes: dict[str, object], has_bias: bool) -> None:
     routing = replace(ROUTING, **changes)  # type: ignore[arg-type]
     bias = torch.linspace(-0.3, 0.3, EXPERTS) if has_bias else None
-    weights = weights_of("float32", "float32", routing=routing, correction_bias=bias)
+    scales = torch.linspace(0.5, 2.0, EXPERTS) if has_bias else None
+    weights = weights_of(
+        "float32", "float32", routing=routing, correction_bias=bias, expert_scales=scales
+    )
     check(weights, pool, 33)
     # Equal logits: the lower index is chosen.
     mlp = NativeExperts(Workers(pool=pool)).prepare(weights, torch.float32)

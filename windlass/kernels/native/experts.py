@@ -32,6 +32,7 @@ class _Experts(ctypes.Structure):
         ("gate_up_bias", ctypes.c_void_p),
         ("down_bias", ctypes.c_void_p),
         ("correction_bias", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
         ("gate_up_input_scale", ctypes.c_void_p),
         ("down_input_scale", ctypes.c_void_p),
         ("expert_map", ctypes.c_void_p),
@@ -98,6 +99,7 @@ class NativeMLP(ExpertMLP):
         self._gate_up_bias = _float(weights.gate_up_bias)
         self._down_bias = _float(weights.down_bias)
         self._correction_bias = _float(weights.correction_bias)
+        self._expert_scales = _float(weights.expert_scales)
         self._expert_map, self._load = weights.expert_map(), weights.load
         routing, activation = weights.routing, weights.activation
         self._experts = _Experts(
@@ -106,6 +108,7 @@ class NativeMLP(ExpertMLP):
             gate_up_bias=_pointer(self._gate_up_bias),
             down_bias=_pointer(self._down_bias),
             correction_bias=_pointer(self._correction_bias),
+            expert_scales=_pointer(self._expert_scales),
             gate_up_input_scale=_pointer(gate_up.input_scale),
             down_input_scale=_pointer(down.input_scale),
             expert_map=_pointer(self._expert_map),
@@ -130,7 +133,7 @@ class NativeMLP(ExpertMLP):
     def tensors(self) -> Sequence[Tensor | None]:
         biases = (self._gate_up_bias, self._down_bias, self._correction_bias)
         weights = [*self._gate_up.tensors(), *self._down.tensors(), *biases]
-        return [*weights, self._expert_map, self._load]
+        return [*weights, self._expert_scales, self._expert_map, self._load]
 
     @property
     def coarse_prompts(self) -> bool:

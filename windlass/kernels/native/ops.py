@@ -20,7 +20,7 @@ from windlass.kernels.batch import Heads, LayerKV, LayerState, StepBatch
 from windlass.kernels.delta import DeltaWeights
 from windlass.kernels.latent import LatentWeights
 from windlass.kernels.mamba import ScanWeights
-from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step
+from windlass.kernels.native.commands import TYPE_OF, Call, MapFunction, Op, RopeFlag, Step, Type
 from windlass.kernels.native.pool import Pool
 from windlass.kernels.reference import MIXER_LIMIT, ActivationKind
 
@@ -89,6 +89,22 @@ class NativeOps:
                 step_tensors=(qkv, qkv),
                 model_tensors=(weight,),
                 sizes=(len(weight), stride, column),
+                scalars=(eps,),
+            )
+            self.pool.run(call)
+        return qkv
+
+    def value_norm(self, qkv: Tensor, heads: Heads, weight: Tensor, eps: float) -> Tensor:
+        """Update qkv in place."""
+        qkv = qkv.contiguous()
+        rows, stride = qkv.shape
+        for head in range(heads.num_q + heads.num_kv, heads.num_q + 2 * heads.num_kv):
+            call = Call(
+                Op.NORM,
+                rows,
+                step_tensors=(qkv, qkv),
+                model_tensors=(weight,),
+                sizes=(heads.dim, stride, head * heads.dim),
                 scalars=(eps,),
             )
             self.pool.run(call)
@@ -209,12 +225,7 @@ class NativeOps:
         kv: LayerKV,
         batch: StepBatch,
     ) -> Tensor:
-        norms = options.norms
-        flags = RopeFlag.INTERLEAVED if options.interleaved else RopeFlag(0)
-        if norms is not None and norms.kind == "layer":
-            flags |= RopeFlag.LAYER_NORM
-        if norms is not None and norms.per_head:
-            flags |= RopeFlag.NORM_PER_HEAD
+        norms, flags = options.norms, _rope_flags(options)
         tokens = qkv.shape[0]
         out = torch.empty(tokens, heads.num_q, heads.dim)
         q_weight, k_weight, eps = (norms.q, norms.k, norms.eps) if norms else (None, None, 0.0)
@@ -225,6 +236,23 @@ class NativeOps:
             model_tensors=(options.cos_sin, q_weight, k_weight, *_pages(kv)),
             sizes=(*_heads(heads, kv, batch), options.rotated, flags),
             scalars=(eps,),
+        )
+        self._run(call, batch)
+        return out
+
+    def rotate_queries(
+        self, q: Tensor, heads: Heads, options: RopeOptions, batch: StepBatch
+    ) -> Tensor:
+        tokens, norms = q.shape[0], options.norms
+        out = torch.empty(tokens, heads.num_q, heads.dim)
+        no_pages = (1, Type.F32, 0, 0)
+        call = Call(
+            Op.ROPE,
+            tokens,
+            step_tensors=(q.contiguous(), out),
+            model_tensors=(options.cos_sin, None if norms is None else norms.q),
+            sizes=(heads.num_q, 0, heads.dim, *no_pages, options.rotated, _rope_flags(options)),
+            scalars=(0.0 if norms is None else norms.eps,),
         )
         self._run(call, batch)
         return out
@@ -489,6 +517,15 @@ def _heads(heads: Heads, kv: LayerKV, batch: StepBatch) -> tuple[int, ...]:
 def _state(state: LayerState, batch: StepBatch) -> tuple[int, ...]:
     tables = state.group * batch.tables[0].numel()
     return state.block_size, tables, state.pages.stride(0)
+
+
+def _rope_flags(options: RopeOptions) -> RopeFlag:
+    flags, norms = RopeFlag.INTERLEAVED if options.interleaved else RopeFlag(0), options.norms
+    if norms is not None and norms.kind == "layer":
+        flags |= RopeFlag.LAYER_NORM
+    if norms is not None and norms.per_head:
+        flags |= RopeFlag.NORM_PER_HEAD
+    return flags
 
 
 def _pages(kv: LayerKV) -> tuple[Tensor | int | None, ...]:

@@ -135,8 +135,9 @@ class Recording(TorchDispatchMode):
             self._add_elementwise(Op.ADD, tracked, result)
         elif func == _aten.add.Tensor and not kwargs:
             self._add_bias(args[0], args[1], result)
-        elif func == _aten.mul.Tensor and isinstance(args[1], float):
-            self._add_elementwise(Op.MAP, tracked, result, (MapFunction.SCALE,), args[1:])
+        elif func == _aten.mul.Tensor and len(tracked) == 1 and _is_number(args[1]):
+            scale = (float(args[1]),)
+            self._add_elementwise(Op.MAP, tracked, result, (MapFunction.SCALE,), scale)
         elif func == _aten.add_.Tensor and not kwargs and len(tracked) == 2:
             self._add_to_residual(args[0], args[1])
         else:
@@ -205,6 +206,11 @@ class Recording(TorchDispatchMode):
         if any(_has_bias(producer) for producer in producers):
             raise Unrecordable("aten.add_ of GEMMs with a bias is not native")
         _add_to(self.buffer_of(residual), producers)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a factor is the same in every step: a number, or a weight of one."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _is_view(func: Any, tensor: Tensor, result: Any) -> bool:

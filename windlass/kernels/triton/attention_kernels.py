@@ -273,7 +273,7 @@ def paged_decode_kernel(
     if WINDOWED:
         hidden = _last_hidden(position, window, CHUNKED)
         first = tl.maximum(hidden + 1, 0) // TILE
-    num_tiles = tl.maximum(tl.cdiv(length, TILE), first + 1)  # a sibling may see no key before itself
+    num_tiles = tl.maximum(tl.cdiv(length, TILE), first + 1)  # a sibling may see only itself
     # A split of less than MIN_TILES would cost more to merge than to compute.
     per_split = tl.maximum(tl.cdiv(num_tiles - first, SPLITS), MIN_TILES)
     num_splits = tl.cdiv(num_tiles - first, per_split)
@@ -319,9 +319,8 @@ def paged_decode_kernel(
         splits = (split_out + at, split_max + base, split_sum + base)
         counter = counters + index * NUM_KV + head
         if SPLITS <= SERIAL_SPLITS:
-            target = out + q_at
             _store_split(
-                *(state, splits, split, num_splits, counter, target, q_mask, g < GROUP, DIM),
+                *(state, splits, split, num_splits, counter, out + q_at, q_mask, g < GROUP, DIM),
                 *(sinks, q_heads),
             )
         else:

@@ -161,6 +161,8 @@ class TritonMLP(ExpertMLP):
         )
         bias = weights.correction_bias
         self._correction_bias = None if bias is None else bias.float().contiguous()
+        scales = weights.expert_scales
+        self._expert_scales = None if scales is None else scales.float().contiguous()
         self._routing, self._activation = weights.routing, weights.activation
         self._num_local, self._load = weights.num_local, weights.load
         self._expert_map = weights.expert_map()
@@ -184,6 +186,7 @@ class TritonMLP(ExpertMLP):
             *stacks,
             *self._biases,
             self._correction_bias,
+            self._expert_scales,
             self._expert_map,
             self._load,
             self._counts,
@@ -198,6 +201,7 @@ class TritonMLP(ExpertMLP):
             logits,
             self._correction_bias,
             routing,
+            expert_scales=self._expert_scales,
             counts=self._counts if plan.rows > 1 else None,
             expert_map=self._expert_map,
             load=self.counted(self._load),

@@ -44,6 +44,7 @@ def _limited_to_groups(ranks, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
 def route_kernel(
     logits,
     bias,
+    expert_scales,
     weights,
     experts,
     expert_map,
@@ -116,6 +117,8 @@ def route_kernel(
     if NORMALISED:
         kept = kept / (tl.sum(kept, 0) + 1e-20)
     used = slot < TOP_K
+    if expert_scales is not None:
+        kept *= tl.load(expert_scales + chosen)
     tl.store(weights + token * TOP_K + slot, kept * scale, mask=used)
     tl.store(experts + token * TOP_K + slot, chosen, mask=used)
     if load is not None:
@@ -194,13 +197,14 @@ def route(
     bias: Tensor | None,
     routing: Routing,
     *,
+    expert_scales: Tensor | None = None,
     counts: Tensor | None = None,
     expert_map: Tensor | None = None,
     load: Tensor | None = None,
     x: Tensor | None = None,
     quantised: ExpertInputs | None = None,
 ) -> Routed:
-    """Choose the experts of each token.
+    """Choose the experts of each token. `expert_scales` [E] multiply the weights of their experts.
 
     `counts`, zeros [L], counts the pairs of each expert of this rank, so that they can be sorted; the
     first GEMM sets it to zero again. `expert_map` has the experts' indices on this rank. `load` counts
@@ -217,6 +221,7 @@ def route(
     route_kernel[(tokens, 1 if quantised is None else 2)](
         logits,
         bias,
+        expert_scales,
         weights,
         experts,
         expert_map,

@@ -24,6 +24,8 @@ _FAMILIES = {
     "Gemma2ForCausalLM": "gemma:GEMMA2",
     "Gemma3ForCausalLM": "gemma:GEMMA3",
     "Gemma3ForConditionalGeneration": "gemma:GEMMA3_WITH_IMAGES",
+    "Gemma4ForCausalLM": "gemma4:GEMMA4",
+    "Gemma4ForConditionalGeneration": "gemma4:GEMMA4_WITH_IMAGES",
     "GemmaForCausalLM": "gemma:GEMMA1",
     "Glm4ForCausalLM": "glm:GLM4",
     "GlmForCausalLM": "glm:GLM",

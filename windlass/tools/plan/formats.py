@@ -201,6 +201,7 @@ def meta_parts(
         method_for=methods.method_for,
         table_dtype=methods.table_dtype,
         table_method=methods.table_method,
+        per_layer_table_method=methods.per_layer_table_method,
     )
     return MetaParts(parts=parts, linears=linears, choice=methods.choice.value)
 
@@ -237,7 +238,8 @@ class _Sizer:
     def online(self, name: str, options: dict[str, Any]) -> FormatSize:
         """Return the size when quantised while loading. Of equal layers two are enough to count."""
         config, hparams = replace(self._config, **options), self._hparams
-        if hparams.moe is not None and len(set(hparams.moe.layers)) > 1:
+        differ = hparams.mixes_heads or hparams.num_kv_shared_layers
+        if differ or (hparams.moe is not None and len(set(hparams.moe.layers)) > 1):
             made = self._meta_network(config, hparams)
             return self._counts(made).format_size(name, options, made.linears.dtype)
         one, two = (

@@ -219,7 +219,7 @@ class RankWork:
 
     def attend(self, attention: Attention | MLA, index: int, size: StepSize) -> Kernel:
         """Attention over the KV cache of layer `index`."""
-        group, _ = self.layout.place(index)
+        group, _ = self.layout.place(self.hparams.kv_layer_of(index))
         kept = self.layout.groups[group]
         context = min(size.context, kept.window or size.context)
         token_bytes = kept.layer_bytes / self.layout.block_size

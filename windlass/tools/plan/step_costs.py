@@ -214,6 +214,11 @@ def _measure(
             f"{opened.files.name}: steps of {hparams.architecture} cannot be measured: it has recurrent "
             "states, whose costs the model of steps does not know."
         )
+    if hparams.mixes_heads:
+        raise UnsupportedError(
+            f"{opened.files.name}: steps of {hparams.architecture} cannot be measured: its layers have "
+            "heads of different sizes, and so several block tables, which the measured steps do not have."
+        )
     if weights is None:
         weights = load_network(config, hparams, open_checkpoint(opened.files, config.model))
     limits = CalibrationLimits.with_blocks(

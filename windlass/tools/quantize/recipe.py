@@ -129,6 +129,8 @@ def _check_model(method: Method, hparams: HParams) -> None:
         why = "its latent attention (MLA) reads a projection that is never multiplied by itself"
     elif hparams.recurrent is not None:
         why = "it has recurrent layers, which are not calibrated"
+    elif hparams.mixes_heads or hparams.per_layer_inputs is not None:
+        why = "its layers have heads of different sizes, or inputs of their own, which are not calibrated"
     elif hparams.architecture.endswith(_NESTED):
         why = "its files have a vision part. Quantise the text model"
     if why is not None:

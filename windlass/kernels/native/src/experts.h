@@ -11,6 +11,7 @@ struct WindlassExperts {
   const float* gate_up_bias;  // [local experts][2 * inner], or null
   const float* down_bias;  // [local experts][hidden], or null
   const float* correction_bias;  // [experts], or null: added to scores for the choice only
+  const float* expert_scales;  // [experts], or null: of the weights of their results
   // Where `quantised` is set, inputs are quantised to int8 by their own scale, or by the given one.
   const float* gate_up_input_scale;
   const float* down_input_scale;

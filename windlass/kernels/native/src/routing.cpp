@@ -78,6 +78,7 @@ void route(const WindlassExperts& experts, const float* logits, int32_t* chosen,
   for (int k = 0; k < experts.top_k; ++k) sum += weights[k] = scores[chosen[k]];
   for (int k = 0; k < experts.top_k; ++k) {
     weights[k] = (experts.normalised ? weights[k] / sum : weights[k]) * experts.scale;
+    if (experts.expert_scales != nullptr) weights[k] *= experts.expert_scales[chosen[k]];
   }
 }
 

@@ -1,0 +1,279 @@
+"""Gemma 4 (text): layers with a window and without have heads of different sizes; values are normalised.
+
+E2B and E4B: each layer gets an embedding of the token, and the last layers read the keys and values of
+earlier ones. Checkpoints with vision and audio parts load without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from windlass.core.moe import ExpertActivation
+from windlass.errors import CheckpointError, UnsupportedError
+from windlass.models.families.base import Family, activation, layer_windows, read_decoder
+from windlass.models.families.moe import read_routing, stacked_expert_rules
+from windlass.models.families.with_images import rename_modules, text_fields
+from windlass.models.fields import Fields
+from windlass.models.hparams import HParams, KVHeads, MoEHParams, NormHParams, PerLayerInputs
+from windlass.models.rope_config import RopeConfig
+from windlass.models.tensor_rules import Rule
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+}
+_GLOBAL_HEAD_DIM = 512
+_ROPES: dict[str, dict[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
+# Modules of the file by their names in the network.
+_PER_LAYER = {
+    "per_layer_input_gate": "per_layer.input_gate",
+    "per_layer_projection": "per_layer.projection",
+    "post_per_layer_input_norm": "per_layer.norm",
+}
+_PER_LAYER_OUTER = {
+    "embed_tokens_per_layer": "per_layer.embed_tokens",
+    "per_layer_model_projection": "per_layer.projection",
+    "per_layer_projection_norm": "per_layer.norm",
+}
+
+
+# Tensors of the file by their names in the mixture of experts.
+_EXPERTS = {
+    r"router\.proj\.weight": "gate.weight",
+    r"router\.scale": "router_norm.weight",
+    r"router\.per_expert_scale": "experts.per_expert_scale",
+    r"pre_feedforward_layernorm_2\.weight": "input_norm.weight",
+    r"post_feedforward_layernorm_1\.weight": "dense_norm.weight",
+    r"post_feedforward_layernorm_2\.weight": "output_norm.weight",
+}
+
+
+def _gemma4(fields: Fields, architecture: str) -> HParams:
+    fields = fields.with_defaults(_DEFAULTS)
+    _refuse(fields)
+    formats = rename_modules(fields.mapping("quantization_config"), _in_network)
+    fields = fields.updated(quantization_config=formats)
+    windows = _windows(fields)
+    kv_heads = _kv_heads(fields, windows)
+    ropes = {
+        window is None: _rope(fields, window, heads.dim)
+        for window, heads in zip(windows, kv_heads, strict=True)
+    }
+    largest = max(kv_heads, key=lambda heads: heads.dim)
+    bias = fields.flag("attention_bias", False)
+    shared = fields.count("num_kv_shared_layers", 0)
+    own, inner = len(windows) - shared, fields.positive_int("intermediate_size")
+    wide = 2 * inner if fields.flag("use_double_wide_mlp", False) else inner
+    _check_shared(fields, windows, shared)
+    return read_decoder(
+        fields.updated(num_key_value_heads=largest.num, head_dim=largest.dim),
+        architecture,
+        norm=NormHParams(
+            eps=fields.number("rms_norm_eps", 1e-6), placement="sandwich", float32=True
+        ),
+        windows=windows,
+        rope=ropes[windows[-1] is None],
+        layer_ropes=tuple(ropes[window is None] for window in windows),
+        layer_kv_heads=kv_heads,
+        num_kv_shared_layers=shared,
+        layer_intermediate_sizes=(inner,) * own + (wide,) * shared,
+        activation=activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+        max_positions=fields.positive_int("max_position_embeddings"),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        value_norm=True,
+        keys_are_values=fields.flag("attention_k_eq_v", False),
+        attention_scale=1.0,
+        embedding_scale=fields.positive_int("hidden_size") ** 0.5,
+        logit_soft_cap=fields.number_or_none("final_logit_softcapping"),
+        layer_scales=True,
+        per_layer_inputs=_per_layer_inputs(fields),
+        moe=_moe(fields, len(windows)),
+    )
+
+
+def _refuse(fields: Fields) -> None:
+    if fields.text("use_bidirectional_attention", None) == "all":
+        raise UnsupportedError(
+            f"{fields.source}: use_bidirectional_attention is 'all': this is an embedding model, which "
+            "does not generate text."
+        )
+
+
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    window, layers = fields.positive_int("sliding_window"), fields.positive_int("num_hidden_layers")
+    found = layer_windows(fields, window)
+    windows = found or tuple(window if (layer + 1) % 6 else None for layer in range(layers))
+    return (*windows[:-1], None)  # the last layer always attends to all tokens
+
+
+def _kv_heads(fields: Fields, windows: Sequence[int | None]) -> tuple[KVHeads, ...]:
+    """The KV heads of each layer; older configs have common fields for the layers without a window."""
+    dim, num = fields.positive_int("head_dim", 256), fields.positive_int("num_key_value_heads")
+    overrides = {
+        "head_dim": fields.positive_int("global_head_dim", _GLOBAL_HEAD_DIM),
+        "num_key_value_heads": num,
+    }
+    if fields.flag("attention_k_eq_v", False):
+        overrides["num_key_value_heads"] = fields.positive_int("num_global_key_value_heads", num)
+    per_layer = fields.mapping("per_layer_config")
+    if not per_layer:
+        full = [str(layer) for layer, window in enumerate(windows) if window is None]
+        per_layer = dict.fromkeys(full, overrides)
+    found = []
+    for layer in range(len(windows)):
+        own = Fields(per_layer.get(str(layer)) or {}, f"{fields.source} (per_layer_config {layer})")
+        heads = own.positive_int("num_key_value_heads", num)
+        found.append(KVHeads(num=heads, dim=own.positive_int("head_dim", dim)))
+    for slides in (True, False):
+        kinds = {
+            heads
+            for heads, window in zip(found, windows, strict=True)
+            if (window is not None) is slides
+        }
+        if len(kinds) > 1:
+            raise UnsupportedError(
+                f"{fields.source}: layers of the same type have different heads ({kinds}), which is not "
+                "supported."
+            )
+    return tuple(found)
+
+
+def _rope(fields: Fields, window: int | None, dim: int) -> RopeConfig:
+    kind = "full_attention" if window is None else "sliding_attention"
+    given = {
+        "max_position_embeddings": fields.positive_int("max_position_embeddings"),
+        "rope_parameters": fields.mapping("rope_parameters").get(kind, _ROPES[kind]),
+    }
+    return RopeConfig.from_hf(Fields(given, fields.source), dim)
+
+
+def _check_shared(fields: Fields, windows: Sequence[int | None], shared: int) -> None:
+    """The layers that share keys and values need one of their type before them."""
+    before = {window is None for window in windows[: len(windows) - shared]}
+    after = {window is None for window in windows[len(windows) - shared :]}
+    if shared and not after <= before:
+        raise CheckpointError(
+            f"{fields.source}: num_kv_shared_layers is {shared} of {len(windows)} layers, and a layer of "
+            "the same type, whose keys and values they read, is not among the others."
+        )
+
+
+def _moe(fields: Fields, layers: int) -> MoEHParams | None:
+    if not fields.flag("enable_moe_block", False):
+        return None
+    kind = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    if kind != "gelu_tanh":
+        raise UnsupportedError(
+            f"{fields.source}: hidden_activation is {kind}; experts of Gemma 4 support gelu_pytorch_tanh "
+            "only."
+        )
+    return MoEHParams(
+        routing=read_routing(fields, "top_k_experts", normalised=True),
+        intermediate_size=fields.positive_int("moe_intermediate_size"),
+        layers=(True,) * layers,
+        activation=ExpertActivation(kind="gelu_tanh"),
+        beside_dense=True,
+    )
+
+
+def _per_layer_inputs(fields: Fields) -> PerLayerInputs | None:
+    size = fields.count("hidden_size_per_layer_input", 256)
+    if not size:
+        return None
+    vocab = fields.positive_int("vocab_size_per_layer_input", 262_144)
+    kind = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    return PerLayerInputs(vocab_size=vocab, size=size, activation=kind)
+
+
+def _in_network(name: str) -> str:
+    """The network's name of a module, or an expression for such names."""
+    for old, new in {**_PER_LAYER, **_PER_LAYER_OUTER}.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _gemma4_with_images(fields: Fields, architecture: str) -> HParams:
+    return _gemma4(text_fields(fields), architecture)
+
+
+def _rules(hparams: HParams) -> Sequence[Rule]:
+    layer = r"(model\.layers\.\d+)"
+    shared = range(hparams.num_layers - hparams.num_kv_shared_layers, hparams.num_layers)
+    unused = "|".join(map(str, shared)) or "none"
+    return [
+        # Of some checkpoints, also the layers without keys and values of their own have weights for them.
+        Rule(pattern=rf"model\.layers\.(?:{unused})\.self_attn\.[kv]_(?:proj|norm)\..*", name=""),
+        *(
+            Rule(pattern=rf"{layer}\.{old}\.(\w+)", name=rf"\1.{new}.\2")
+            for old, new in _PER_LAYER.items()
+        ),
+        *(
+            Rule(pattern=rf"model\.{old}\.(\w+)", name=rf"model.{new}.\1")
+            for old, new in _PER_LAYER_OUTER.items()
+        ),
+        *_value_rules(hparams),
+        *_expert_rules(hparams),
+    ]
+
+
+def _expert_rules(hparams: HParams) -> Iterator[Rule]:
+    if hparams.moe is None:
+        return
+    layer, count = r"(model\.layers\.\d+)", hparams.moe.routing.num_experts
+    for old, new in _EXPERTS.items():
+        yield Rule(pattern=rf"{layer}\.{old}", name=rf"\1.moe.{new}")
+    inner = hparams.moe.intermediate_size
+    parts = {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)}
+    for part, rows in parts.items():
+        yield from stacked_expert_rules(
+            rf"{layer}\.experts\.gate_up_proj",
+            rf"\1.moe.experts.{{expert}}.{part}.weight",
+            count,
+            2 * inner,
+            rows,
+        )
+    yield from stacked_expert_rules(
+        rf"{layer}\.experts\.down_proj",
+        r"\1.moe.experts.{expert}.down_proj.weight",
+        count,
+        hparams.hidden_size,
+    )
+
+
+def _value_rules(hparams: HParams) -> Sequence[Rule]:
+    """Layers without a window may have no v_proj (attention_k_eq_v): k_proj gives keys and values."""
+    if not hparams.keys_are_values:
+        return ()
+    full = [str(i) for i, window in enumerate(hparams.sliding_windows) if window is None]
+    pattern = rf"(model\.layers\.(?:{'|'.join(full)})\.self_attn)\.k_proj\.(\w+)"
+    return [Rule(pattern=pattern, name=rf"\1.{part}_proj.\2") for part in "kv"]
+
+
+def _outer_rules(hparams: HParams) -> Sequence[Rule]:
+    """Drop the vision and audio parts, and the prefix before the text model's names."""
+    del hparams
+    other = "vision_tower|audio_tower|embed_vision|embed_audio|vision_model|audio_model"
+    return [
+        Rule(pattern=rf"(?:.*\.)?(?:{other})\..*", name=""),
+        Rule(pattern=r"(?:language_model\.model|model\.language_model)\.(.*)", name=r"model.\1"),
+        Rule(pattern=r"language_model\.(lm_head\..*)", name=r"\1"),
+    ]
+
+
+GEMMA4 = Family(model_type="gemma4_text", read=_gemma4, rules=_rules)
+GEMMA4_WITH_IMAGES = Family(
+    model_type="gemma4", read=_gemma4_with_images, outer_rules=_outer_rules, rules=_rules
+)
