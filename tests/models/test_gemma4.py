@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from tests.models.comparison import TINY, our_logits, save_tiny
 from tests.models.test_deepseek import COUNT, PROMPTS, run
+from tests.models.tiny import add_value
 from tests.quant.folders import loaded
 from tests.runner.test_windows import make, transformers_tokens
 from tests.steps import generate
@@ -110,7 +113,7 @@ def test_layers_that_share_keys_and_values_need_no_memory(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not find_compilers()[0], reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["26B-A4B", "31B"])
+@pytest.mark.parametrize("name", ["26B-A4B", "31B", "E2B"])
 def test_the_recorded_program_gives_the_tokens_of_eager_steps(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
     recorded, eager = (make(tmp_path, num_blocks=200, enforce_eager=flag) for flag in (False, True))
@@ -261,3 +264,134 @@ def test_unsupported_variants_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         read_hparams(config(**changes))
+
+
+# ---- GGUF -------------------------------------------------------------------------------------
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
+OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+ODD = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def write_gemma4(
+    path: Path,
+    model: torch.nn.Module,
+    changes: dict[str, Any],
+    kind: gguf.GGMLQuantizationType | None = None,
+    packed: bool = False,
+) -> Path:
+    """The model as llama.cpp's converter stores it; `kind`: the per-layer embeddings are rounded so."""
+    tensors: dict[str, torch.Tensor] = {"rope_freqs.weight": torch.tensor([1.0] * 2 + [1e30] * 6)}
+    for name, value in model.state_dict().items():
+        module = name.rpartition(".")[0]
+        if module == "lm_head":
+            continue
+        if module in OUTER:
+            tensors[f"{OUTER[module]}.weight"] = value
+            continue
+        _, _, layer, local = name.split(".", 3)
+        block = f"blk.{layer}."
+        if local in ODD:
+            tensors[block + ODD[local]] = value
+        else:
+            tensors[f"{block}{GGUF_NAMES[local.removesuffix('.weight')]}.weight"] = value
+    shared = changes.get("num_kv_shared_layers", 0)
+    wide = [80] * (6 - shared) + [160] * shared
+    values: dict[str, Any] = {
+        "block_count": 6,
+        "context_length": 128,
+        "embedding_length": 48,
+        "feed_forward_length": wide if changes.get("use_double_wide_mlp") else 80,
+        "attention.head_count": 6,
+        "attention.head_count_kv": [2, 2, 1] * 2 if changes.get("attention_k_eq_v") else 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "attention.key_length_swa": 8,
+        "attention.value_length_swa": 8,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [True, True, False] * 2,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": changes["hidden_size_per_layer_input"],
+        "final_logit_softcapping": 3.0,
+        "rope.dimension_count": 16,
+        "rope.dimension_count_swa": 8,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+    }
+    if changes.get("enable_moe_block"):
+        values |= {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    writer = gguf.GGUFWriter(path, "gemma4")
+    for key, value in (values | changes.get("gguf", {})).items():
+        add_value(writer, f"gemma4.{key}", value)
+    for key, tensor in tensors.items():
+        array = tensor.contiguous().numpy()
+        if kind is None or not key.startswith("per_layer_token_embd"):
+            writer.add_tensor(key, array)
+        elif packed:
+            writer.add_tensor(key, quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(key, dequantize(quantize(array, kind), kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gguf_files_give_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    built = make(
+        write_gemma4(tmp_path / "m.gguf", model, CASES[name]), num_blocks=200, dtype="float32"
+    )
+    (tokens,) = run(built, PROMPTS[:1])
+    assert tokens == transformers_tokens(model, PROMPTS[0], COUNT)
+
+
+def test_a_file_without_the_pattern_of_windows_is_refused(tmp_path: Path) -> None:
+    header = {"attention.sliding_window_pattern": [True]}
+    model = save("dense", tmp_path)
+    path = write_gemma4(tmp_path / "m.gguf", model, CASES["dense"] | {"gguf": header})
+    with pytest.raises(CheckpointError, match="sliding_window_pattern has 1 entries for 6 layers"):
+        make(path, num_blocks=20)
+
+
+def test_the_table_of_per_layer_embeddings_stays_packed(tmp_path: Path) -> None:
+    changes = {**SHARED, "hidden_size_per_layer_input": 16}
+    model = save_tiny("Gemma4", changes, tmp_path)
+    kind, found = gguf.GGMLQuantizationType.Q8_0, []
+    for packed in (False, True):
+        path = write_gemma4(tmp_path / f"{packed}.gguf", model, changes, kind, packed)
+        built = make(path, num_blocks=200)
+        found.append((run(built, PROMPTS), built.report.memory["weights"]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] - found[1][1] >= 97 * 6 * 16 * 2  # of 4 bytes per number, about 1.06 remain

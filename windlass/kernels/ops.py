@@ -44,6 +44,8 @@ class Ops:
     gather: Callable[..., Tensor] = reference.gather
     qk_norm: Callable[..., Tensor] = reference.qk_norm  # may update qkv in place
     value_norm: Callable[..., Tensor] = reference.value_norm  # may update qkv in place
+    group_norm: Callable[..., Tensor] = reference.group_norm  # may update x in place
+    mul_columns: Callable[..., Tensor] = reference.mul_columns
     layer_norm: Callable[..., Tensor] = reference.layer_norm
     # May update the residual in place.
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_layer_norm
@@ -157,6 +159,8 @@ _TORCH_ON_GPU = (
     "scale_by_top_score",
     "rotate_queries",
     "value_norm",
+    "group_norm",
+    "mul_columns",
     "split_gates",
     "sparse_mixer",
     "soft_cap",

@@ -76,6 +76,16 @@ def qk_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tens
     return torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v], dim=-1)
 
 
+def group_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each group of adjacent columns, as many as the weight has."""
+    return rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
+
+
+def mul_columns(x: Tensor, y: Tensor, first: int) -> Tensor:
+    """x times the columns of y from the first on, as many as x has."""
+    return x * y[:, first : first + x.shape[1]]
+
+
 def value_norm(qkv: Tensor, heads: Heads, weight: Tensor, eps: float) -> Tensor:
     """Normalise each head of v, which follows q and k."""
     before, v = qkv.tensor_split([(heads.num_q + heads.num_kv) * heads.dim], dim=1)

@@ -226,6 +226,8 @@ _CANDIDATES: dict[str, list[Candidate]] = {
     "scale_by_top_score": [Candidate("native", "scale_by_top_score", _native)],
     "rotate_queries": [Candidate("native", "rotate_queries", _native_pages)],
     "value_norm": [Candidate("native", "value_norm", _native)],
+    "group_norm": [Candidate("native", "group_norm", _native)],
+    "mul_columns": [Candidate("native", "mul_columns", _native)],
     "split_gates": [Candidate("native", "split_gates", _native)],
     "sparse_mixer": [Candidate("native", "sparse_mixer", _native)],
     "soft_cap": [Candidate("native", "soft_cap", _native)],

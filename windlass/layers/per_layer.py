@@ -33,8 +33,8 @@ class PerLayerEmbedding(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.embed_tokens = table
-        self._size = size
         self._scale = torch.tensor(size**0.5, dtype=dtype, device="cpu").item()
         self._projection_scale = hidden_size**-0.5
         self.projection = Linear(
@@ -46,11 +46,10 @@ class PerLayerEmbedding(nn.Module):
         self.norm = RMSNorm(size=size, eps=eps, dtype=torch.float32, ops=ops)
 
     def forward(self, ids: Tensor, embedded: Tensor, split: TokenSplit | None) -> Tensor:
-        """[tokens, layers, size]; `embedded`: the embeddings of the same tokens, scaled."""
+        """[tokens, layers * size]; `embedded`: the embeddings of the same tokens, scaled."""
         projected = self.projection(embedded) * self._projection_scale
-        projected = self.norm(projected.view(-1, self._size)).view(len(embedded), -1, self._size)
-        own = self.embed_tokens(ids, split).view_as(projected) * self._scale
-        return (projected + own) * 2.0**-0.5
+        projected = self.ops.group_norm(projected, self.norm.weight, self.norm.eps)
+        return (projected + self.embed_tokens(ids, split) * self._scale) * 2.0**-0.5
 
 
 class PerLayerInput(nn.Module):
@@ -58,6 +57,7 @@ class PerLayerInput(nn.Module):
 
     def __init__(
         self,
+        index: int,
         *,
         hidden_size: int,
         size: int,
@@ -69,6 +69,7 @@ class PerLayerInput(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
+        self._first = index * size
         self._activation: ActivationKind = activation
         self.input_gate = Linear(
             outputs={"input_gate": Shard(size)},
@@ -87,6 +88,7 @@ class PerLayerInput(nn.Module):
     def forward(
         self, residual: Tensor, inputs: Tensor, norm: Norm, unquantised: bool
     ) -> tuple[Inputs, Tensor]:
-        """(normalised, new residual stream). `inputs`: [tokens, size], of the same tokens."""
-        gated = self.ops.activate(self.input_gate(residual), self._activation) * inputs
+        """(normalised, new residual stream). `inputs`: of all layers, for the same tokens."""
+        gate = self.ops.activate(self.input_gate(residual), self._activation)
+        gated = self.ops.mul_columns(gate, inputs, self._first)
         return norm.add(self.norm(self.projection(gated)), residual, unquantised)

@@ -124,7 +124,7 @@ class Block(nn.Module):
         """Return outputs of the `logits_indices` tokens, or of all; writes the KV cache of all.
 
         With `batch.split`, inputs and outputs of all tokens are those of this rank's tokens.
-        `layer_inputs`: the tokens' embeddings for this layer, if the model has them.
+        `layer_inputs`: the tokens' embeddings for all layers, if the model has them.
         """
         if self.is_parallel:
             assert isinstance(x, Tensor)
@@ -250,9 +250,8 @@ class DecoderModel(nn.Module):
                 )
             gathers = i + 1 == num_layers and not reads_all
             logits_indices = batch.logits_indices if gathers else None
-            own = None if per_layer is None else per_layer[:, i].contiguous()
             table = tables[i - layers.start]
-            x, residual = block(x, residual, norm, batch, table, logits_indices, own)
+            x, residual = block(x, residual, norm, batch, table, logits_indices, per_layer)
         if logits_indices is None:
             x = batch.all_tokens(x)
         assert isinstance(x, Tensor)  # the last norm never quantises its output
@@ -459,6 +458,7 @@ def _per_layer_input(index: int, hparams: HParams, parts: Parts) -> PerLayerInpu
     if found is None:
         return None
     return PerLayerInput(
+        index,
         hidden_size=hparams.hidden_size,
         size=found.size,
         activation=found.activation,

@@ -83,9 +83,12 @@ def head_counts(header: GGUFHeader) -> tuple[int, int]:
 def _keys(header: GGUFHeader, architecture: str) -> Fields:
     """The metadata fields under the architecture's prefix."""
     prefix = architecture + "."
+    lists = family_of(gguf_architecture(architecture, str(header.path))).gguf.layer_lists
     values = {
         key.removeprefix(prefix): value
         if key.removeprefix(prefix) in _LISTS
+        else max(value)
+        if key.removeprefix(prefix) in lists and isinstance(value, list) and value
         else _common_value(key, value, header)
         for key, value in header.metadata.items()
         if key.startswith(prefix)

@@ -28,6 +28,7 @@ _KINDS = {
     Op.GELU_MUL: "activation",
     Op.SIGMOID_GATE: "activation",
     Op.SPLIT_GATES: "activation",
+    Op.MUL_COLUMNS: "activation",
     Op.MAP: "activation",
     Op.ROPE: "rope and KV write",
     Op.ATTENTION: "attention",

@@ -81,6 +81,20 @@ def test_gates_of_query_heads_are_split_off(ops: NativeOps) -> None:
         assert torch.equal(got[1][:, : heads.dim], gate)
 
 
+def test_columns_are_normalised_in_groups_and_multiplied(ops: NativeOps) -> None:
+    weight = normal(16, seed=3)
+    for rows, groups in ((1, 3), (40, 5)):
+        x, y = normal(rows, 16), normal(rows, 16 * groups, seed=2)
+        want = reference.mul_columns(x, y, 16)
+        assert torch.equal(ops.mul_columns(x, y, 16), want)
+        want = reference.group_norm(y, weight, 1e-6)
+        torch.testing.assert_close(ops.group_norm(y.clone(), weight, 1e-6), want, **CLOSE)
+        heads, qkv = Heads(groups, 2, 16), normal(rows, 16 * (groups + 4), seed=4)
+        want = reference.value_norm(qkv, heads, weight, 1e-6)
+        torch.testing.assert_close(ops.value_norm(qkv.clone(), heads, weight, 1e-6), want, **CLOSE)
+        assert torch.equal(want[:, : 16 * (groups + 2)], qkv[:, : 16 * (groups + 2)])
+
+
 def test_gate_and_soft_cap(ops: NativeOps) -> None:
     for rows, width in SHAPES:
         x, gate = normal(rows, width) * 20, normal(rows, 1, seed=4) * 5

@@ -47,6 +47,7 @@ class Op(IntEnum):
     ALL_GATHER = 25
     DELTA_RULE = 26
     SPLIT_GATES = 27
+    MUL_COLUMNS = 28
 
 
 class MapFunction(IntEnum):
@@ -118,6 +119,7 @@ WRITTEN = {
     Op.ALL_GATHER: (1,),
     Op.DELTA_RULE: (2,),
     Op.SPLIT_GATES: (1, 2),
+    Op.MUL_COLUMNS: (2,),
 }
 
 

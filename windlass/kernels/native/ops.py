@@ -96,19 +96,39 @@ class NativeOps:
 
     def value_norm(self, qkv: Tensor, heads: Heads, weight: Tensor, eps: float) -> Tensor:
         """Update qkv in place."""
-        qkv = qkv.contiguous()
-        rows, stride = qkv.shape
-        for head in range(heads.num_q + heads.num_kv, heads.num_q + 2 * heads.num_kv):
+        first = (heads.num_q + heads.num_kv) * heads.dim
+        return self._norm_columns(qkv.contiguous(), weight, eps, first)
+
+    def group_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Update x in place."""
+        return self._norm_columns(x.contiguous(), weight, eps)
+
+    def _norm_columns(self, x: Tensor, weight: Tensor, eps: float, first: int = 0) -> Tensor:
+        """Normalise each group of columns from the first on, as many as the weight has."""
+        rows, stride = x.shape
+        for column in range(first, stride, len(weight)):
             call = Call(
                 Op.NORM,
                 rows,
-                step_tensors=(qkv, qkv),
+                step_tensors=(x, x),
                 model_tensors=(weight,),
-                sizes=(heads.dim, stride, head * heads.dim),
+                sizes=(len(weight), stride, column),
                 scalars=(eps,),
             )
             self.pool.run(call)
-        return qkv
+        return x
+
+    def mul_columns(self, x: Tensor, y: Tensor, first: int) -> Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        call = Call(
+            Op.MUL_COLUMNS,
+            rows,
+            step_tensors=(x.contiguous(), y.contiguous(), out),
+            sizes=(width, y.shape[1], first),
+        )
+        self.pool.run(call)
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2

@@ -50,6 +50,8 @@ class GGUFFamily:
     outer_names: Mapping[str, str] = field(default_factory=dict)
     config: Callable[[Fields, GGUFHeader], dict[str, Any]] = _no_fields
     rules: Callable[[HParams], Sequence[Rule]] = _no_rules
+    # Lists of a value for each layer, which `config` reads; elsewhere the largest value counts.
+    layer_lists: tuple[str, ...] = ()
     permuted: bool = False  # q and k rows are stored with RoPE pairs interleaved
 
 

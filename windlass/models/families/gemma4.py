@@ -11,10 +11,21 @@ from typing import Any
 
 from windlass.core.moe import ExpertActivation
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.models.families.base import Family, activation, layer_windows, read_decoder
-from windlass.models.families.moe import read_routing, stacked_expert_rules
+from windlass.models.families.base import (
+    Family,
+    GGUFFamily,
+    activation,
+    layer_windows,
+    read_decoder,
+)
+from windlass.models.families.moe import (
+    gguf_expert_rules,
+    read_routing,
+    stacked_expert_rules,
+)
 from windlass.models.families.with_images import rename_modules, text_fields
 from windlass.models.fields import Fields
+from windlass.models.gguf_header import GGUFHeader
 from windlass.models.hparams import HParams, KVHeads, MoEHParams, NormHParams, PerLayerInputs
 from windlass.models.rope_config import RopeConfig
 from windlass.models.tensor_rules import Rule
@@ -153,9 +164,12 @@ def _kv_heads(fields: Fields, windows: Sequence[int | None]) -> tuple[KVHeads, .
 
 def _rope(fields: Fields, window: int | None, dim: int) -> RopeConfig:
     kind = "full_attention" if window is None else "sliding_attention"
+    ropes = fields.mapping("rope_parameters")
+    if "rope_theta" in ropes:  # a GGUF has those of the layers without a window
+        ropes = {"full_attention": ropes, "sliding_attention": fields.mapping("rope_in_windows")}
     given = {
         "max_position_embeddings": fields.positive_int("max_position_embeddings"),
-        "rope_parameters": fields.mapping("rope_parameters").get(kind, _ROPES[kind]),
+        "rope_parameters": ropes.get(kind, _ROPES[kind]),
     }
     return RopeConfig.from_hf(Fields(given, fields.source), dim)
 
@@ -211,11 +225,8 @@ def _gemma4_with_images(fields: Fields, architecture: str) -> HParams:
 
 def _rules(hparams: HParams) -> Sequence[Rule]:
     layer = r"(model\.layers\.\d+)"
-    shared = range(hparams.num_layers - hparams.num_kv_shared_layers, hparams.num_layers)
-    unused = "|".join(map(str, shared)) or "none"
     return [
-        # Of some checkpoints, also the layers without keys and values of their own have weights for them.
-        Rule(pattern=rf"model\.layers\.(?:{unused})\.self_attn\.[kv]_(?:proj|norm)\..*", name=""),
+        *_key_rules(hparams),
         *(
             Rule(pattern=rf"{layer}\.{old}\.(\w+)", name=rf"\1.{new}.\2")
             for old, new in _PER_LAYER.items()
@@ -224,7 +235,6 @@ def _rules(hparams: HParams) -> Sequence[Rule]:
             Rule(pattern=rf"model\.{old}\.(\w+)", name=rf"model.{new}.\1")
             for old, new in _PER_LAYER_OUTER.items()
         ),
-        *_value_rules(hparams),
         *_expert_rules(hparams),
     ]
 
@@ -253,13 +263,15 @@ def _expert_rules(hparams: HParams) -> Iterator[Rule]:
     )
 
 
-def _value_rules(hparams: HParams) -> Sequence[Rule]:
-    """Layers without a window may have no v_proj (attention_k_eq_v): k_proj gives keys and values."""
-    if not hparams.keys_are_values:
-        return ()
-    full = [str(i) for i, window in enumerate(hparams.sliding_windows) if window is None]
-    pattern = rf"(model\.layers\.(?:{'|'.join(full)})\.self_attn)\.k_proj\.(\w+)"
-    return [Rule(pattern=pattern, name=rf"\1.{part}_proj.\2") for part in "kv"]
+def _key_rules(hparams: HParams) -> Iterator[Rule]:
+    """Rules for the layers that have no keys and values of their own, or the same projection for both."""
+    for index, window in enumerate(hparams.sliding_windows):
+        attention = rf"(model\.layers\.{index}\.self_attn)"
+        if hparams.kv_layer_of(index) != index:  # some files have unused weights
+            yield Rule(pattern=rf"{attention}\.[kv]_(?:proj|norm)\..*", name="")
+        elif hparams.keys_are_values and window is None:
+            for part in "kv":
+                yield Rule(pattern=rf"{attention}\.k_proj\.(\w+)", name=rf"\1.{part}_proj.\2")
 
 
 def _outer_rules(hparams: HParams) -> Sequence[Rule]:
@@ -273,7 +285,110 @@ def _outer_rules(hparams: HParams) -> Sequence[Rule]:
     ]
 
 
-GEMMA4 = Family(model_type="gemma4_text", read=_gemma4, rules=_rules)
+def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
+    layers = keys.positive_int("block_count")
+    slides = keys.sequence("attention.sliding_window_pattern")
+    if slides is None or len(slides) != layers:
+        raise CheckpointError(
+            f"{header.path}: attention.sliding_window_pattern has {len(slides or ())} entries for {layers} "
+            "layers."
+        )
+    full = [layer for layer, each in enumerate(slides) if not each]
+    heads = _per_layer(keys, header, "attention.head_count_kv")
+    inner = _per_layer(keys, header, "feed_forward_length")
+    table = header.tensors.get("per_layer_token_embd.weight")
+    return {
+        **keys.renamed(_GGUF_FIELDS),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "num_key_value_heads": next((heads[i] for i in range(layers) if slides[i]), heads[0]),
+        "per_layer_config": {
+            str(layer): {
+                "head_dim": keys.positive_int("attention.key_length"),
+                "num_key_value_heads": heads[layer],
+            }
+            for layer in full
+        },
+        "rope_in_windows": {"rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
+        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in header.tensors,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "hidden_size_per_layer_input": 0
+        if table is None
+        else keys.positive_int("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": None if table is None else table.shape[0],
+        "enable_moe_block": keys.count("expert_count", 0) > 0,
+    }
+
+
+_GGUF_FIELDS = {
+    "attention.key_length_swa": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+def _per_layer(keys: Fields, header: GGUFHeader, name: str) -> list[int]:
+    """A value for each layer; files with equal values store one."""
+    value = header.metadata.get(f"gemma4.{name}")
+    if isinstance(value, list) and value:
+        return value
+    return [keys.positive_int(name)] * keys.positive_int("block_count")
+
+
+def _gguf_rules(hparams: HParams) -> Sequence[Rule]:
+    found = [Rule(pattern=r"(.*\.layer_scalar)\.weight", name=r"\1"), *_key_rules(hparams)]
+    if hparams.moe is None:
+        return found
+    inner = hparams.moe.intermediate_size
+    for part, rows in {"gate_proj": (0, inner), "up_proj": (inner, 2 * inner)}.items():
+        found += stacked_expert_rules(
+            r"(.*\.experts)\.gate_up_proj\.weight",
+            rf"\1.{{expert}}.{part}.weight",
+            hparams.moe.routing.num_experts,
+            2 * inner,
+            rows,
+        )
+    return [*found, *gguf_expert_rules(hparams)]
+
+
+_GGUF = GGUFFamily(
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "layer_output_scale": "layer_scalar",
+        "inp_gate": "per_layer.input_gate",
+        "proj": "per_layer.projection",
+        "post_norm": "per_layer.norm",
+        "ffn_gate_inp": "moe.gate",
+        "ffn_gate_inp.scale": "moe.router_norm.weight",
+        "pre_ffw_norm_2": "moe.input_norm",
+        "post_ffw_norm_1": "moe.dense_norm",
+        "post_ffw_norm_2": "moe.output_norm",
+        "ffn_gate_exps": "moe.experts.gate_proj",
+        "ffn_up_exps": "moe.experts.up_proj",
+        "ffn_gate_up_exps": "moe.experts.gate_up_proj",
+        "ffn_down_exps": "moe.experts.down_proj",
+        "ffn_down_exps.scale": "moe.experts.per_expert_scale",
+    },
+    outer_names={
+        "per_layer_token_embd": "model.per_layer.embed_tokens",
+        "per_layer_model_proj": "model.per_layer.projection",
+        "per_layer_proj_norm": "model.per_layer.norm",
+    },
+    config=_gguf_config,
+    rules=_gguf_rules,
+    layer_lists=("attention.head_count_kv", "feed_forward_length"),
+)
+GEMMA4 = Family(model_type="gemma4_text", read=_gemma4, rules=_rules, gguf=_GGUF)
 GEMMA4_WITH_IMAGES = Family(
-    model_type="gemma4", read=_gemma4_with_images, outer_rules=_outer_rules, rules=_rules
+    model_type="gemma4",
+    read=_gemma4_with_images,
+    outer_rules=_outer_rules,
+    rules=_rules,
+    gguf=_GGUF,
 )

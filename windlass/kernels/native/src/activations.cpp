@@ -191,6 +191,18 @@ bool run_sigmoid_gate(const Run& run) {
   return true;
 }
 
+// x times some columns of y.
+bool run_mul_columns(const Run& run) {
+  const int width = run.size(0), stride = run.size(1), first = run.size(2);
+  run.each_row(2 * width, [&](int row) {
+    const float *x = row_of(run.step_tensor(0), row, width),
+                *y = row_of(run.step_tensor(1), row, stride) + first;
+    float* out = row_of(run.step_tensor(2), row, width);
+    for (int i = 0; i < width; ++i) out[i] = x[i] * y[i];
+  });
+  return true;
+}
+
 bool run_split_gates(const Run& run) {
   const int heads = run.size(0), dim = run.size(1), rest = run.size(2), inner = heads * dim;
   const auto bytes = [](int count) { return static_cast<size_t>(count) * 4; };

@@ -35,6 +35,7 @@
 //                                                                          x width, state ...
 //   delta_rule      x, mixed, out           decay, dt bias, norm, states   heads, head size, groups, state size,
 //                                                                          x width, state ..., tiled; eps
+//   mul_columns     x, y, out                                              width, columns of y, the first of them
 //   split_gates     x, out, gates                                          query heads, head size, other columns
 //   all_reduce      x, out                  shared memory                  width, rank, ranks, floats of a chunk
 //   all_gather      x, out                  shared memory, widths          sum of widths, rank, ranks, floats ...
@@ -86,6 +87,7 @@ enum Op : int32_t {
   kAllGather,
   kDeltaRule,
   kSplitGates,
+  kMulColumns,
 };
 
 // Storage types.

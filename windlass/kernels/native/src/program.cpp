@@ -65,6 +65,8 @@ bool execute(const Run& run) {
       return run_selective_scan(run);
     case kDeltaRule:
       return run_delta_rule(run);
+    case kMulColumns:
+      return run_mul_columns(run);
     case kSplitGates:
       return run_split_gates(run);
     case kSparseMixer:

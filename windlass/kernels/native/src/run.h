@@ -80,6 +80,7 @@ bool run_causal_conv(const Run& run);
 bool run_selective_scan(const Run& run);
 bool run_delta_rule(const Run& run);
 bool run_split_gates(const Run& run);
+bool run_mul_columns(const Run& run);
 bool run_sparse_mixer(const Run& run);
 bool run_all_reduce(const Run& run);
 bool run_all_gather(const Run& run);
