@@ -6,6 +6,7 @@ The settings themselves are in config.py, speculative_config.py and lora_config.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
@@ -15,6 +16,27 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from windlass.errors import ConfigError
 
 _HIDDEN = "(set)"  # in place of keys and tokens
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    # As in vLLM, the case of a single letter counts.
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["fp8", "fp8-block", "int8", "w8a8", "int4", "w4a8", "nf4"]
@@ -31,6 +53,19 @@ def option(default: Any, help: str, *flags: str, live: bool = False, secret: boo
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata, repr=not secret)
+
+
+def num_bytes(text: str) -> int:
+    """Bytes from 4GiB, 4G, 512MiB, 1.5GB or a plain number."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = "" if found is None else found[2]
+    factor = _UNITS.get(unit, _UNITS.get(unit.lower()))
+    if found is None or factor is None:
+        raise ConfigError(
+            f"{text!r} is not a size. Write a number of bytes, or a number with a unit: "
+            "4GiB, 4G, 512MiB (powers of 1024), 1GB, 1g, 500MB (powers of 1000)."
+        )
+    return int(float(found[1]) * factor)
 
 
 def at_least(owner: object, low: float, *names: str) -> None:
@@ -104,8 +139,13 @@ _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
 
 
 def checked(section: type, name: str, value: Any) -> Any:
-    """Reject a value of another type; convert lists, or one item, to tuples."""
+    """Reject a value of another type; convert sizes in bytes, and lists, or one item, to tuples."""
     hint = get_type_hints(section)[name]
+    if name.endswith("_bytes") and isinstance(value, str):
+        try:
+            return num_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{flag(name)}: {error}") from error
     if get_origin(hint) is tuple and isinstance(value, str):
         return (value,)
     if value is None:

@@ -59,7 +59,7 @@ def test_the_package_runs_as_a_module() -> None:
         (["serve", "--spec-threshold", "much"], "'much' is not a number."),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535"),
         (["serve", "--dtype", "int3"], "is not one of 'auto'"),
-        (["serve", "--max-body-bytes", "4G"], "'4G' is not a size"),
+        (["serve", "--max-body-bytes", "4X"], "'4X' is not a size"),
         (["serve", "--hf-overrides", "{"], "is not JSON"),
         (["serve", "--hf-overrides", "[1]"], "expected a JSON object"),
         (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),

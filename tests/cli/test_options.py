@@ -15,7 +15,7 @@ from windlass.cli.command import register
 from windlass.cli.config_file import read_config
 from windlass.cli.options import ENGINE_OPTIONS, SERVE_OPTIONS, options_of, parse_size
 from windlass.cli.sampling import SAMPLING_OPTIONS, WITHOUT_FLAG
-from windlass.config import ServeConfig, option
+from windlass.config import EngineConfig, ServeConfig, option
 from windlass.core.sampling import SamplingParams
 from windlass.errors import ConfigError
 
@@ -30,6 +30,8 @@ from windlass.errors import ConfigError
         ("64", 64),
         (64, 64),
         ("7b", 7),
+        ("4G", 4 * 2**30),
+        ("4g", 4 * 10**9),
     ],
 )
 def test_sizes_have_units(text: str | int, num_bytes: int) -> None:
@@ -55,7 +57,7 @@ def test_an_option_without_effect_is_an_error(given: dict[str, object], needed: 
         ServeConfig(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4G", "-1MiB", "4 GiBs", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "4X", "-1MiB", "4 GiBs", "1e9"])
 def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_size(text)
@@ -151,7 +153,7 @@ def test_a_config_file_uses_the_names_of_flags(tmp_path: Path) -> None:
         ("port: true", "port: expected a whole number"),
         ("prefix-caching: 1", "expected true or false"),
         ("api-key: [1]", "expected a text, or a list of these"),
-        ("max-body-bytes: 4G", "is not a size"),
+        ("max-body-bytes: 4X", "is not a size"),
         ("hf-overrides: [1]", "expected a JSON object"),
         ("port: 1\nPORT: 2", "unknown option 'PORT'"),
         ("memory-share: 0.5\nmemory_share: 0.6", "given twice"),
@@ -178,3 +180,10 @@ def test_a_missing_config_file_exits_with_2(windlass: Invoke) -> None:
     outcome = windlass("serve", "--config", "nowhere.yaml")
     assert outcome.code == 2
     assert "--config nowhere.yaml: No such file" in outcome.err
+
+
+def test_sizes_have_units_in_python_and_in_fleet_files_too() -> None:
+    config = EngineConfig.of(kv_cache_memory_bytes="512MiB")
+    assert config.cache.kv_cache_memory_bytes == 512 * 2**20
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: '4 GiBs' is not a size"):
+        EngineConfig.of(kv_cache_memory_bytes="4 GiBs")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
@@ -31,34 +30,19 @@ from windlass.config import (
     flag,
 )
 from windlass.errors import ConfigError
+from windlass.settings import num_bytes
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 _COUNTS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # Fields that accept a per cent sign.
 _SHARES = ("min_agreement", "max_ppl_increase")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from 4GiB, 512MiB, 1.5GB or a plain number."""
-    found = _SIZE.fullmatch(str(text).strip())
-    if found is None or found[2].lower() not in _UNITS:
-        raise typer.BadParameter(
-            f"{text!r} is not a size. Write a number of bytes, or a number with a unit: "
-            "4GiB, 512MiB (powers of 1024), 1GB, 500MB (powers of 1000)."
-        )
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    """Bytes from 4GiB, 4G, 512MiB, 1.5GB or a plain number."""
+    try:
+        return num_bytes(str(text))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def parse_whole(text: str) -> int:
