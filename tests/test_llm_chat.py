@@ -137,6 +137,24 @@ def test_an_answer_of_a_given_format_or_calls(llm: LLM, strict: bool, thinks: bo
                 assert not strict or call.values["city"] in ("Rome", "Paris")
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(llm: LLM, mode: str, is_nested: bool) -> None:
+    """The prompt has all tools, so that its prefix stays cached."""
+    now = {"type": "function", "function": {"name": "now"}}
+    allowed: dict[str, Any] = {"mode": mode, "tools": [now]}
+    choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if is_nested else allowed)}
+    options: dict[str, Any] = {"tools": [WEATHER, now], "tool_choice": choice}
+    assert '"name": "get_weather"' in prompt_of(llm, HI, **options)
+    bias = {ord("<"): 20.0, ord("}"): 40.0, ord('"'): 20.0, 256: 15.0}
+    params = SamplingParams(max_tokens=300, seed=1, logit_bias=bias)
+    for result in llm.chat([HI] * 2, params, **options):
+        message = result.outputs[0].message
+        assert message is not None
+        assert {call.name for call in message.calls} <= {"now"}
+        assert message.calls or mode == "auto"
+
+
 def test_reasoning_ends_within_its_budget(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True, thinking_token_budget=6)
     (result,) = llm.chat(HI, params, chat_template_kwargs={"enable_thinking": True})

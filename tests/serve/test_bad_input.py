@@ -76,6 +76,28 @@ BAD_CHATS = [
         "tool_choice",
         "not in tools (now)",
     ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}},
+        "tool_choice",
+        "must have a mode",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice",
+        "must have a mode",
+    ),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "then"}],
+            },
+        },
+        "tool_choice",
+        "not in tools (now)",
+    ),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
     (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]},

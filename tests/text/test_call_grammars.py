@@ -448,6 +448,21 @@ def test_required_calls_behind_reasoning(write: Any) -> None:
     assert limited.parsing.dialect is DIALECTS["json"]
 
 
+def test_only_listed_tools_may_be_called() -> None:
+    made = chat_output(
+        OutputFormat(DIALECTS["hermes"], None),
+        ToolSet({"now": {}}, only_these=True),
+        SamplingParams(),
+        prompt="",
+        tokenizer=BYTES,
+    )
+    grammar, model = made.sampling.structured_outputs, Model("")
+    assert grammar is not None
+    assert model.accepts(grammar, hermes(("now", {"a": 1})))
+    assert model.accepts(grammar, "Yes.")
+    assert not model.accepts(grammar, hermes(("get_weather", GOOD)))
+
+
 def test_what_is_not_enforced_is_named() -> None:
     form = {"json": {"type": "array", "uniqueItems": True}}
     assert unsupported_keywords(or_answer("hermes", form)) == ("uniqueItems at #",)

@@ -40,11 +40,15 @@ class Tool(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request that the model may call; `forced`: it must call one of them."""
+    """The tools of a request that the model may call; `forced`: it must call one of them.
+
+    allowed: names of those that it may call although it sees all; None: all.
+    """
 
     tools: tuple[Tool, ...]
     forced: bool
     parallel: bool
+    allowed: frozenset[str] | None = None
 
     def for_template(self) -> list[dict[str, Any]]:
         hidden = {"function": {"strict"}}  # concerns the server, not the model
@@ -52,10 +56,18 @@ class ToolUse:
 
     @property
     def tool_set(self) -> ToolSet:
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-        strict = frozenset(tool.function.name for tool in self.tools if tool.function.strict)
-        max_calls = None if self.parallel else 1
-        return ToolSet(schemas, max_calls=max_calls, forced=self.forced, strict=strict)
+        functions = [
+            tool.function
+            for tool in self.tools
+            if self.allowed is None or tool.function.name in self.allowed
+        ]
+        return ToolSet(
+            {function.name: function.parameters or {} for function in functions},
+            max_calls=None if self.parallel else 1,
+            forced=self.forced,
+            strict=frozenset(function.name for function in functions if function.strict),
+            only_these=self.allowed is not None,
+        )
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
@@ -75,20 +87,26 @@ def tool_use(
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise RequestError(f"two tools have the name {double!r}.", "tools")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        mode, allowed = _allowed(choice)
+        for name in allowed:
+            _check_known(name, names)
+        return ToolUse(
+            tuple(tools),
+            forced=mode == "required",
+            parallel=parallel is not False,
+            allowed=frozenset(allowed),
+        )
     if isinstance(choice, Mapping):
         named = _named(choice)
-        if named not in names:
-            known = ", ".join(names) or "none"
-            raise RequestError(
-                f"tool_choice names {abbreviate(named)}, which is not in tools ({known}).",
-                "tool_choice",
-            )
+        _check_known(named, names)
         (tool,) = [tool for tool in tools if tool.function.name == named]
         return ToolUse((tool,), forced=True, parallel=False)
     if choice not in (None, "auto", "none", "required"):
         raise RequestError(
-            "tool_choice must be 'auto', 'none', 'required', or "
-            f'{{"type": "function", "function": {{"name": "…"}}}}; got {abbreviate(choice)}.',
+            "tool_choice must be 'auto', 'none', 'required', "
+            '{"type": "function", "function": {"name": "…"}} or '
+            f'{{"type": "allowed_tools", …}}; got {abbreviate(choice)}.',
             "tool_choice",
         )
     if choice == "required" and not tools:
@@ -108,6 +126,30 @@ def _named(choice: Mapping[str, Any]) -> str:
             "tool_choice",
         )
     return name
+
+
+def _check_known(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise RequestError(
+            f"tool_choice names {abbreviate(name)}, which is not in tools ({known}).",
+            "tool_choice",
+        )
+
+
+def _allowed(choice: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The mode and the names of allowed tools, in the form of either of OpenAI's APIs."""
+    given = choice.get("allowed_tools", choice)
+    match given:
+        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed} if all(
+            isinstance(tool, Mapping) for tool in allowed
+        ):
+            return str(mode), [_named(tool) for tool in allowed]
+    raise RequestError(
+        'tool_choice of type allowed_tools must have a mode ("auto" or "required") and tools, a list of '
+        f'{{"type": "function", "function": {{"name": "…"}}}}; got {abbreviate(given)}.',
+        "tool_choice",
+    )
 
 
 def check_calls(calls: Sequence[Mapping[str, Any]]) -> None:

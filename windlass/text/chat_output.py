@@ -54,7 +54,7 @@ def chat_output(
             structured = required_dialect_calls(tools, dialect)
         else:
             structured, dialect = required_calls(tools), DIALECTS["json"]
-    elif tools is not None and (structured is not None or tools.strict):
+    elif tools is not None and (structured is not None or tools.strict or tools.only_these):
         tools = replace(tools, beside_answer=structured is not None)
         structured = optional_calls(tools, dialect, structured)
     tags = output_format.reasoning or dialect.reasoning

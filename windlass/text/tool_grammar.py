@@ -34,7 +34,7 @@ def optional_calls(
         name: schema if name in tools.strict else {} for name, schema in tools.schemas.items()
     }
     calls = _fields(tools, dialect, schemas)
-    sources = ["tools"] if tools.strict else []
+    sources = ["tools"] if tools.strict or answer is None else []
     if answer is not None:
         calls["answer"] = answer.fields()
         sources.append(answer.source)

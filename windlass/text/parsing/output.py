@@ -67,6 +67,7 @@ class ToolSet:
     max_calls: int | None = None  # later calls are dropped; None: no limit
     forced: bool = False  # whether the model must call a tool
     strict: frozenset[str] = frozenset()  # tools whose calls must follow their schemas
+    only_these: bool = False  # the model sees others, which it may not call
     beside_answer: bool = False  # an output without calls is an answer of a given format
 
     def __contains__(self, name: str) -> bool:
