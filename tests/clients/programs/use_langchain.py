@@ -1,6 +1,10 @@
 """langchain-openai: chats, streams, tools that the model may and must call, structured output, Responses."""
 
+import json
+
 from common import CITIES, SAYS, TINY, Visit, call, get_weather, say
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -42,3 +46,16 @@ assert [(made["name"], made["args"]) for made in answer.tool_calls] == [
 ]
 result = ToolMessage(weather.invoke({"city": "Rome"}), tool_call_id=answer.tool_calls[0]["id"])
 assert responses.invoke([question, answer, result]).text == "It is sunny in Rome."
+
+
+# A tool and the schema of the result are in the same request: the model calls, and then answers.
+@tool
+def length_of(city: str) -> str:
+    """How long a visit takes."""
+    return say(json.dumps({"city": city, "days": 3}))
+
+
+for model in (says, responses):
+    planner = create_agent(model, tools=[length_of], response_format=ProviderStrategy(Visit))
+    state = planner.invoke({"messages": [HumanMessage(say(call("length_of", city="Rome")))]})
+    assert state["structured_response"] == Visit(city="Rome", days=3), state

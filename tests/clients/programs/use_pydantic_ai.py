@@ -1,5 +1,7 @@
 """pydantic-ai: agents with a tool and a structured result, by tools and by a schema, over two APIs."""
 
+import json
+
 from common import SAYS, TINY, Visit, call, get_weather, say
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -37,3 +39,17 @@ def days_in(city: str) -> str:
 
 visit = planner.run_sync(say(call("days_in", city="Rome"))).output
 assert visit == Visit(city="Rome", days=3), visit
+
+# A tool and the schema of the result are in the same request: the model calls, and then answers.
+for kind in (OpenAIChatModel, OpenAIResponsesModel):
+    native = Agent(
+        kind("counter", provider=says), output_type=NativeOutput(Visit), model_settings=SETTINGS
+    )
+
+    @native.tool_plain
+    def length_of(city: str) -> str:
+        """How long a visit takes."""
+        return say(json.dumps({"city": city, "days": 3}))
+
+    visit = native.run_sync(say(call("length_of", city="Rome"))).output
+    assert visit == Visit(city="Rome", days=3), visit
