@@ -132,14 +132,13 @@ def prefill(
     flags = {
         "SIZE": 16,
         "STRIDE": 8 * 16,
-        "ROWS": 128,
         "WINDOWED": special,
         "CHUNKED": chunked,
         "CAPPED": special,
         "BATCH_INVARIANT": False,
     }
     options = attention._prefill_options(pad, codes is not None and not fresh)
-    flags["TILE"] = options.pop("TILE")
+    flags |= {name: options.pop(name) for name in ("ROWS", "TILE")}
     signature, scales = paged({**PREFILL, "sinks": F} if sinks else PREFILL, codes)
     if fresh:
         signature = {**signature, "new_keys": X, "new_values": X}
@@ -394,6 +393,8 @@ CASES = {
         128, 128, 4, True, raw=True, normed=True, chunked=True, rotation={"INTERLEAVED": True}
     ),
     "decode 256": decode(256, 256, 4),
+    "decode 512": decode(512, 512, 4),
+    "decode 512 raw, normed": decode(512, 512, 4, raw=True, normed=True),
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
     "decode raw wide": decode(64, 64, 8, raw=True, wide=True),
@@ -409,6 +410,7 @@ CASES = {
     "prefill 128 special": prefill(128, 128, True),
     "prefill 128 in chunks": prefill(128, 128, True, chunked=True),
     "prefill 256": prefill(256, 256),
+    "prefill 512": prefill(512, 512),
     "prefill fp8 64": prefill(64, 64, codes=FP8),
     "prefill fp8": prefill(128, 128, codes=FP8),
     "prefill fp8 special": prefill(128, 128, True, FP8),

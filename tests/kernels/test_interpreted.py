@@ -114,6 +114,18 @@ def test_attention(options: AttentionOptions) -> None:
 
 
 @inside
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_of_heads_whose_tiles_are_divided(window: int | None) -> None:
+    from windlass.kernels.triton.attention import attention
+
+    heads = Heads(6, 2, 260)  # padded to 512
+    kv, batch = make_batch(heads, [(90, 1), (30, 40), (3, 33)])
+    q, options = torch.randn(74, 6, 260), AttentionOptions(0.1, window)
+    want = reference.attention(q, kv, batch, options)
+    torch.testing.assert_close(attention(q, kv, batch, options), want, atol=1e-4, rtol=1e-3)
+
+
+@inside
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_long_contexts_are_merged_from_many_splits(with_sinks: bool) -> None:
     from windlass.kernels.triton.attention import attention

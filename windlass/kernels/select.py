@@ -28,7 +28,7 @@ _MAX_NATIVE_CONV = 8
 _MAX_NATIVE_KEY = 256
 _MIN_TRITON_STATE = 16
 _MAX_TRITON_LATENT_HEADS = 128  # a tile of a chunk has at least one token
-_MAX_TRITON_DIM = 256
+_MAX_TRITON_DIM = 512
 _MAX_TRITON_GROUP = 16  # rows of the decode kernel's query tile
 
 

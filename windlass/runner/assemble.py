@@ -279,9 +279,13 @@ class _RunnerBuilder:
             from windlass.runner.cuda.executors import cuda_executors
 
             hparams, speculation = self._hparams, self._config.speculation
+            mesh = self._loaded.parts.mesh
             return cuda_executors(
                 parts,
-                heads=rank_heads(hparams, self._loaded.parts.mesh),
+                heads=rank_heads(hparams, mesh),
+                num_kv_heads=max(
+                    rank_heads(hparams, mesh, layer).num_kv for layer in range(hparams.num_layers)
+                ),
                 latent=hparams.mla is not None,
                 max_rows=self._limits.max_num_seqs if self._why_eager is None else 0,
                 max_tokens=self._limits.max_num_batched_tokens,

@@ -32,7 +32,7 @@ _LOG2_E = 1.4426950408889634
 _MAX_FUSED_PROGRAMS = 1024
 # Max tokens of a row for the fused kernel: a program writes their keys, one per row of its query tile.
 _MAX_FUSED_WIDTH = 16
-TILE_ROWS = 128  # query rows (tokens x heads of a group) per program
+TILE_ROWS = 128  # query rows (tokens x heads of a group) per tile
 
 
 def tile_tokens(group: int) -> int:
@@ -149,6 +149,8 @@ def _decode_options(
     Dequantisation needs registers and loads scales. If rows or long contexts fill the device,
     programs of two warps overlap better; otherwise longer tiles reduce their number.
     """
+    if dim_pad > 256:
+        return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 2}
     if dim_pad > 128:
         return {"TILE": 32, "MIN_TILES": 4, "num_warps": 4, "num_stages": 3}
     if long_contexts:
@@ -232,8 +234,11 @@ def _decode(
 
 def _prefill_options(dim_pad: int, quantised: bool = False) -> dict[str, int]:
     """Tiling and launch options of the prefill kernel; dequantisation needs registers."""
-    stages = 2 if quantised else 3
-    return {"TILE": 64 if dim_pad <= 128 else 32, "num_warps": 8, "num_stages": stages}
+    stages = 2 if quantised or dim_pad > 256 else 3
+    # Accumulators of more rows would not fit in the registers.
+    rows = TILE_ROWS if dim_pad <= 256 else 32
+    tile = 64 if dim_pad <= 128 else 32
+    return {"ROWS": rows, "TILE": tile, "num_warps": 8, "num_stages": stages}
 
 
 def _prefill(
@@ -249,7 +254,8 @@ def _prefill(
     num_q = queries.shape[1]
     group = num_q // num_kv
     dim_pad = triton.next_power_of_2(dim)
-    fit(paged_prefill_kernel)[(tiles.shape[0], num_kv)](
+    chosen = _prefill_options(dim_pad, kv.key_scales is not None and fresh is None)
+    fit(paged_prefill_kernel)[(tiles.shape[0], num_kv, TILE_ROWS // chosen["ROWS"])](
         queries,
         kv.keys,
         kv.values,
@@ -271,11 +277,10 @@ def _prefill(
         DIM_PAD=dim_pad,
         SIZE=size,
         STRIDE=kv.stride,
-        ROWS=TILE_ROWS,
         WINDOWED=options.window is not None,
         CHUNKED=options.chunked,
         CAPPED=options.soft_cap is not None,
         BATCH_INVARIANT=batch.batch_invariant,
-        **_prefill_options(dim_pad, kv.key_scales is not None and fresh is None),
+        **chosen,
         **pdl.options(),
     )

@@ -368,7 +368,7 @@ def paged_prefill_kernel(
     BATCH_INVARIANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
+    """ROWS rows of a tile of a chunk and one kv head: row r is token r // GROUP_PAD, head r % GROUP_PAD.
 
     If pages hold codes, `new_keys` and `new_values` may have the chunk's own keys and values before
     quantisation.
@@ -380,9 +380,12 @@ def paged_prefill_kernel(
     count = tl.load(tiles + tile * 5 + 1)
     slot = tl.load(tiles + tile * 5 + 2).to(tl.int64)
     start = tl.load(tiles + tile * 5 + 3)
+    begin = tl.program_id(2) * ROWS // GROUP_PAD  # the first token
+    if begin >= count:
+        return
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
-    step = r // GROUP_PAD
+    step = begin + r // GROUP_PAD
     g = r % GROUP_PAD
     q_mask = ((step < count) & (g < GROUP))[:, None] & (d < DIM)[None, :]
     q_at = (token + step)[:, None] * (NUM_Q * DIM) + (head * GROUP + g)[:, None] * DIM + d[None, :]
@@ -394,7 +397,7 @@ def paged_prefill_kernel(
     first_seen = 0
     if WINDOWED:
         hidden = _last_hidden(hidden, window, CHUNKED)
-        first_seen = tl.maximum(_last_hidden(start, window, CHUNKED) + 1, 0)
+        first_seen = tl.maximum(_last_hidden(start + begin, window, CHUNKED) + 1, 0)
     base = 0  # position of the first key of the second pass
     origin = None
     if new_keys is not None:
@@ -412,8 +415,8 @@ def paged_prefill_kernel(
     if WINDOWED:
         first = tl.maximum(first_seen - base, 0) // TILE
     m, total, acc = _causal(
-        state, q, query, pages, table, origin, head, first, start - base + 1, start - base + count,
-        hidden - base, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
+        state, q, query, pages, table, origin, head, first, start - base + begin + 1,
+        start - base + count, hidden - base, scale, cap, NUM_KV, DIM, SIZE, STRIDE, TILE, WINDOWED, CAPPED, BATCH_INVARIANT,
     )  # fmt: skip
     total = tl.where(total == 0, 1.0, total)  # rows past the chunk's end have no keys
     target = out + q_at

@@ -20,6 +20,7 @@ def cuda_executors(
     parts: RunnerParts,
     *,
     heads: Heads,
+    num_kv_heads: int,
     latent: bool,
     max_rows: int,
     max_tokens: int,
@@ -29,6 +30,7 @@ def cuda_executors(
     """Decode, verification and mixed graphs, then eager steps.
 
     The last of several stages verifies eagerly. The others compute draft tokens in mixed graphs.
+    `heads`: the largest of all layers; `num_kv_heads`: the most that a layer has.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
     `max_draft_tokens`: 0 if there is no speculation. `lazy`: decode and mixed graphs of some sizes are
@@ -37,7 +39,7 @@ def cuda_executors(
     metadata = DeviceMetadata(
         parts.slots,
         tile=tile_tokens(heads.group),
-        num_kv_heads=decode_parts(heads.num_q) if latent else heads.num_kv,
+        num_kv_heads=decode_parts(heads.num_q) if latent else num_kv_heads,
         num_positions=max(MAX_POSITIONS, 1 + max_draft_tokens),
         multiprocessors=torch.cuda.get_device_properties(parts.slots.device).multi_processor_count,
         latent=latent,
