@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import test_deepseek, test_networks
+from tests.models import test_deepseek, test_gemma4, test_llama4, test_networks
 from tests.models.comparison import logits_of, make_parts, save_tiny
 from tests.models.test_deepseek import COUNT, run
 from tests.parallel.ranks import rank_processes
@@ -33,7 +33,12 @@ V3 = {**test_deepseek.MLA, **test_deepseek.EXPERTS, **test_deepseek.V3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     name: test_networks.CASES[name]
     for name in ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "granite-moe", "glm-4.5-moe")
-} | {"deepseek-v3": ("DeepseekV3", V3)}
+}
+FAMILIES |= {
+    "deepseek-v3": ("DeepseekV3", V3),
+    "llama4": ("Llama4", {**test_llama4.SCOUT, "num_local_experts": 8}),
+    "gemma4": ("Gemma4", {**test_gemma4.EXPERTS, "num_experts": 8}),
+}
 IDS = torch.randint(3, 97, (37,), generator=torch.Generator().manual_seed(2)).tolist()
 PROMPTS = [IDS[:6], IDS[3:30], [7] * 11]
 

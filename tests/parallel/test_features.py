@@ -18,6 +18,8 @@ from tests.lora.folders import CONFIG, write_adapter
 from tests.models import test_granite_hybrid
 from tests.parallel.pool import pooled_ranks
 from tests.parallel.test_matrix import (
+    BASE,
+    FAMILIES,
     FEW,
     GREEDY,
     PROMPTS,
@@ -169,8 +171,11 @@ def test_a_restart_finds_the_kv_records_of_every_rank(
             assert again.num_failures == 0
 
 
+@pytest.mark.parametrize(
+    "config", [MLA, BASE | FAMILIES["heads of two sizes"]], ids=["latents", "heads of two sizes"]
+)
 def test_collectives_of_steps_are_those_of_the_formula(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[StepPlan, list[tuple[str, int]]]] = []
 
@@ -187,7 +192,7 @@ def test_collectives_of_steps_are_those_of_the_formula(
 
     record("all_reduce", "all-reduce")
     record("all_gather", "all-gather")
-    formula = model_of(tmp_path, MLA, dtype="float32")
+    formula = model_of(tmp_path, config, dtype="float32")
     llm = make(tmp_path, 2, load_format="dummy", max_num_batched_tokens=32)
     llm.engine.watch_plans(lambda plan: steps.append((plan, [])))
     llm.generate([list(range(50)), [5, 9, 2]], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -173,7 +173,11 @@ def test_heads_read_hidden_states_of_all_tokens(splits: list[int], tmp_path: Pat
     assert splits
 
 
-@pytest.mark.parametrize("config", [MOE, MLA | {"q_lora_rank": 24}], ids=["experts", "latents"])
+@pytest.mark.parametrize(
+    "config",
+    [MOE, MLA | {"q_lora_rank": 24}, BASE | MODELS["heads of two sizes"]],
+    ids=["experts", "latents", "heads of two sizes"],
+)
 def test_collectives_are_those_of_the_formula(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

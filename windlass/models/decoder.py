@@ -111,6 +111,11 @@ class Block(nn.Module):
         assert mixer is not None
         return mixer
 
+    @property
+    def mixture(self) -> MoE | None:
+        """The layer's mixture of experts, in place of the dense MLP or beside it."""
+        return self.mlp if isinstance(self.mlp, MoE) else self.moe
+
     def forward(
         self,
         x: Inputs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 from windlass.config import CombineRule
@@ -82,6 +83,7 @@ class RankWork:
         if stage.is_first:
             kernels.append(self._small(size.tokens * self.hparams.hidden_size, passes=2))
             collectives += self._reduce(size.tokens, split=is_split)
+            collectives += self._per_layer_reduce(size.tokens, split=is_split)
         for index in stage.layers:
             is_last = index + 1 == stage.num_layers
             after = size.rows if is_last else size.tokens
@@ -110,7 +112,8 @@ class RankWork:
         token's experts, and the summed slices are gathered.
         """
         layers = (self.network.layer(index) for index in range(len(self.network.same_as)))
-        mixtures = [mlp for layer in layers if isinstance(mlp := cast(Block, layer).mlp, MoE)]
+        found = [cast(Block, layer).mixture for layer in layers]
+        mixtures = [mixture for mixture in found if mixture is not None]
         if not mixtures:
             return {}
         used = 1 - (1 - 1 / self.tp) ** mixtures[0].experts.routing.top_k
@@ -128,14 +131,14 @@ class RankWork:
         """An estimate of a step's largest tensors: residual stream, MLP activations and logits."""
         hidden, widths = self.hparams.hidden_size, []
         for index in set(self.network.same_as):
-            mlp = cast(Block, self.network.layer(index)).mlp
-            if isinstance(mlp, MoE):
-                experts = mlp.experts
+            block = cast(Block, self.network.layer(index))
+            if block.mixture is not None:
+                experts = block.mixture.experts
                 share = len(experts.down.parts) / experts.routing.num_experts
                 pairs = experts.routing.top_k * share  # of this rank, per token
                 widths.append(pairs * (3 * experts.down.num_in + hidden))
-            else:
-                widths.append(3 * mlp.down_proj.num_in)
+            if not isinstance(block.mlp, MoE):
+                widths.append(3 * block.mlp.down_proj.num_in)
         logits = rows * self.hparams.vocab_size * (self.item_bytes + 4)
         return int(tokens * (2 * hidden + max(widths)) * self.item_bytes) + logits
 
@@ -145,6 +148,14 @@ class RankWork:
     def _reduce(self, tokens: int, count: int = 1, split: bool = False) -> list[Collective]:
         kind: CollectiveKind = "reduce-scatter" if split else "all-reduce"
         return [Collective(kind, self._stream_bytes(tokens), self.tp)] * count
+
+    def _per_layer_reduce(self, tokens: int, split: bool = False) -> list[Collective]:
+        """The sum of the ranks' per-layer embeddings."""
+        found = self.hparams.per_layer_inputs
+        if found is None:
+            return []
+        num_bytes = tokens * self.hparams.num_layers * found.size * self.item_bytes
+        return [Collective("reduce-scatter" if split else "all-reduce", num_bytes, self.tp)]
 
     def norm(self, tokens: float) -> Kernel:
         """A norm with its residual addition."""
@@ -169,12 +180,17 @@ class RankWork:
         found += self._qk_norm(attention, size.tokens)
         if is_last:  # the residual stream of sampled rows, and the sums
             found += self._reduce(size.rows, count=1 + attention.o_proj.is_partial)
-            return found + self._mlp_reduces(block, size.rows)
+            found += self._mlp_reduces(block, size.rows)
+            return found + self._per_layer_reduce(size.rows)
         found += self._reduce(size.tokens, count=int(attention.o_proj.is_partial), split=True)
         mlp = block.mlp
         reader = mlp.gate_up_proj if isinstance(mlp, GatedMLP) else None
         found += self._gathered(reader, size.tokens)
-        return found + self._mlp_reduces(block, size.tokens, split=True)
+        reduces = self._mlp_reduces(block, size.tokens, split=True)
+        if block.moe is not None:  # after the dense MLP, the inputs of the router and of the experts
+            stream = self._stream_bytes(size.tokens)
+            reduces[1:1] = [Collective("all-gather", stream, self.tp)] * 2
+        return found + reduces
 
     def _gathered(self, reader: Linear | None, tokens: int) -> list[Collective]:
         """The normalised inputs of a layer; if it reads 8-bit codes, those and a scale per token."""
@@ -190,7 +206,7 @@ class RankWork:
 
     def _mlp_reduces(self, block: Block, tokens: int, split: bool = False) -> list[Collective]:
         mlp = block.mlp
-        found = self._reduce(tokens, split=split) if isinstance(mlp, MoE) else []
+        found = self._reduce(tokens, split=split) if block.mixture is not None else []
         dense = mlp.shared_expert if isinstance(mlp, MoE) else mlp
         if dense is not None:
             found += self._reduce(tokens, int(dense.down_proj.is_partial), split)
@@ -236,7 +252,8 @@ class RankWork:
 
     def _mlp(self, block: Block, tokens: int, split: bool = False) -> Iterator[Kernel]:
         yield self.norm(-(-tokens // self.tp) if split else tokens)
-        for child in block.mlp.modules():
+        parts = [part for part in (block.mlp, block.moe, block.per_layer) if part is not None]
+        for child in chain(*(part.modules() for part in parts)):
             if isinstance(child, Linear):
                 yield self.gemm(child, tokens)
             elif isinstance(child, Experts):
