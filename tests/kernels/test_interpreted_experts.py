@@ -101,7 +101,7 @@ def make_weights(
         routing=routing,
         activation=activation or ExpertActivation(),
         correction_bias=random(experts) if biased else None,
-        expert_scales=random(experts) if biased else None,
+        expert_scales=torch.linspace(0.8, 1.2, experts) if biased else None,
         gate_up_bias=random(experts, 2 * inner) if biased else None,
         down_bias=random(experts, hidden) if biased else None,
     )

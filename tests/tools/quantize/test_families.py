@@ -46,8 +46,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
 }
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 128,
+    "num_local_experts": 4,
+    "no_rope_layers": [1, 0],
+    "moe_layers": [1],
+    "attention_chunk_size": 16,
+    "floor_scale": 16,
+}
 FEW = ("--samples", "6", "--sample-tokens", "48")
-EXPERTS = ("mixtral", "gpt-oss", "qwen2-moe", "glm-4.5-moe", "granite-moe", "phimoe")
+EXPERTS = ("mixtral", "gpt-oss", "qwen2-moe", "glm-4.5-moe", "granite-moe", "phimoe", "llama4")
 GROUP = ("--group-size", "32", "--bits", "8")
 METHODS: dict[str, tuple[str, ...]] = {
     "rtn": ("--method", "rtn", *GROUP),
@@ -62,7 +71,7 @@ MAX_RMS_OF_EXPERTS = 0.25
 
 
 def save(name: str, folder: Path) -> Path:
-    family, changes = CASES[name] if name in CASES else NETWORKS[name]
+    family, changes = ({**NETWORKS, **CASES, "llama4": ("Llama4", LLAMA4)})[name]
     sizes = SIZES | ({"num_key_value_heads": 4} if name in ONE_KV_HEAD_EACH else {})
     own = {key: value for key, value in changes.items() if key not in ("layer_types", *sizes)}
     if "layer_types" in changes:
@@ -113,7 +122,7 @@ def test_exported_weights_are_the_same(name: str, tmp_path: Path) -> None:
     ("name", "method"),
     [
         *((name, "fp8") for name in ("olmo2", "stablelm", "glm-4.5-moe")),
-        *((name, "gptq") for name in ("glm4", "gpt2", "qwen2-moe")),
+        *((name, "gptq") for name in ("glm4", "gpt2", "qwen2-moe", "llama4")),
         *((name, "awq") for name in ("gemma2", "cohere", "mixtral")),
     ],
 )

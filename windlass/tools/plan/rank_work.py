@@ -187,7 +187,9 @@ class RankWork:
         reader = mlp.gate_up_proj if isinstance(mlp, GatedMLP) else None
         found += self._gathered(reader, size.tokens)
         reduces = self._mlp_reduces(block, size.tokens, split=True)
-        if block.moe is not None:  # after the dense MLP, the inputs of the router and of the experts
+        if (
+            block.moe is not None
+        ):  # after the dense MLP, the inputs of the router and of the experts
             stream = self._stream_bytes(size.tokens)
             reduces[1:1] = [Collective("all-gather", stream, self.tp)] * 2
         return found + reduces
