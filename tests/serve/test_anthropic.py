@@ -122,8 +122,34 @@ def test_a_history_with_calls(client: anthropic.Anthropic) -> None:
     )
 
 
+def test_documents_and_redacted_thinking(client: anthropic.Anthropic) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "SAY(Yes.)YAS"}
+    redacted = {"type": "redacted_thinking", "data": "x"}
+    plain = {"type": "text", "text": "Hm."}
+
+    def history(document: dict[str, Any], *blocks: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [*blocks, plain]},
+            {"role": "user", "content": [document]},
+        ]
+
+    def count(messages: list[dict[str, Any]]) -> int:
+        return client.messages.count_tokens(model="counter", messages=messages).input_tokens  # type: ignore[arg-type]
+
+    document = {"type": "document", "source": source}
+    messages = history(document, redacted)
+    assert create(client, "", messages=messages).content[0].text == "Yes."
+    assert count(messages) == count(history(document))
+    assert count(history({**document, "title": "Note"})) == count(messages) + len("Note\n")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+        "'document' is not supported",
+    ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run on the server"),
     ({"tool_choice": {"type": "perhaps"}}, "auto, any, tool or none"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "not in tools"),

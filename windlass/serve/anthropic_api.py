@@ -173,6 +173,11 @@ def _converted(message: AnthropicMessage) -> list[Json]:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
+            case {"type": "redacted_thinking"}:
+                pass  # encrypted: only the model that wrote it can read it
+            case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+                title = block.get("title")
+                texts.append(f"{title}\n{text}" if isinstance(title, str) else text)
             case {"type": "tool_use", "id": str(id_), "name": str(name), "input": dict(values)}:
                 arguments = msgspec.json.encode(values).decode()
                 function = {"name": name, "arguments": arguments}
@@ -185,7 +190,8 @@ def _converted(message: AnthropicMessage) -> list[Json]:
             case _:
                 raise RequestError(
                     f"a content block of type {abbreviate(block.get('type'))} is not supported or "
-                    "lacks fields. Supported: text, thinking, tool_use, tool_result.",
+                    "lacks fields. Supported: text, thinking, redacted_thinking, document with a source of "
+                    "type text, tool_use, tool_result.",
                     "messages",
                 )
     if results and not (texts or calls or reasoning):
