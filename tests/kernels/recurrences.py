@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ PLAIN = SimpleNamespace(
     causal_conv=recurrent.causal_conv,
     selective_scan=mamba.selective_scan,
     delta_rule=delta.delta_rule,
+    short_conv=recurrent.short_conv,
 )
 
 
@@ -43,15 +43,20 @@ class Recurrence:
         self.decay[0] = 0.05  # a state may also grow
         self.dt_bias = torch.randn(heads.num_heads)
 
-    @abstractmethod
-    def apply(self, kernels: Any, *given: Any) -> torch.Tensor:
+    def outputs(self, kernels: Any, projected: torch.Tensor, *given: Any) -> torch.Tensor:
         """The kernels' result of a step."""
+        mixed = kernels.causal_conv(projected, self.conv, self.bias, *given)
+        return self.apply(kernels, projected, mixed, *given)
 
-    @abstractmethod
+    def apply(self, kernels: Any, *given: Any) -> torch.Tensor:
+        """The result of the recurrence, after the convolution."""
+        raise NotImplementedError
+
     def token(
         self, state: torch.Tensor, gate: torch.Tensor, x: list[torch.Tensor], own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The state after a token, and its output; x: inputs, keys and queries of the heads."""
+        raise NotImplementedError
 
     def by_definition(self, projected: torch.Tensor) -> torch.Tensor:
         """One row from its first token on, token by token."""
@@ -87,8 +92,11 @@ class Recurrence:
 
     def rows(self, *counts: int) -> list[torch.Tensor]:
         torch.manual_seed(2)
-        width = self.heads.inner + self.heads.channels + self._width
-        return [torch.randn(count, width) for count in counts]
+        return [torch.randn(count, self.num_projected) for count in counts]
+
+    @property
+    def num_projected(self) -> int:
+        return self.heads.inner + self.heads.channels + self._width
 
     def step(
         self,
@@ -117,8 +125,7 @@ class Recurrence:
         )
         projected = torch.cat([each for _, _, each in rows])
         given = self.heads, batch.state_of(layer), batch
-        mixed = kernels.causal_conv(projected, self.conv, self.bias, *given)
-        return self.apply(kernels, projected, mixed, *given), batch
+        return self.outputs(kernels, projected, *given), batch
 
     def in_steps(self, cuts: list[int], *counts: int, **options: Any) -> list[torch.Tensor]:
         """The results of rows that start together, cut into steps."""
@@ -203,6 +210,27 @@ class DeltaRule(Recurrence):
         return state, y * functional.silu(gate)
 
 
+class ShortConv(Recurrence):
+    """The gated short convolution."""
+
+    def __init__(self, channels: int, conv_size: int = 3, conv_bias: bool = True) -> None:
+        super().__init__(RecurrentHeads.of_conv(channels, conv_size), conv_bias)
+
+    @property
+    def num_projected(self) -> int:
+        return 3 * self.heads.channels
+
+    def outputs(self, kernels: Any, projected: torch.Tensor, *given: Any) -> torch.Tensor:
+        return kernels.short_conv(projected, self.conv, self.bias, *given)
+
+    def by_definition(self, projected: torch.Tensor) -> torch.Tensor:
+        b, c, x = projected.chunk(3, dim=-1)
+        size = self.heads.conv_size
+        padded = functional.pad(b * x, (0, 0, size - 1, 0))
+        mixed = (padded.unfold(0, size, 1) * self.conv).sum(-1)
+        return c * (mixed if self.bias is None else mixed + self.bias)
+
+
 def _work_of(
     rows: list[tuple[int, int, torch.Tensor]], spans: list[Span], batch_invariant: bool
 ) -> AttentionWork:
@@ -238,4 +266,10 @@ def heads_of(
 
 MAMBA = MambaScan(heads_of(4, 8, 2))
 DELTA = DeltaRule(heads_of(4, 8, 2))
-KINDS = {"mamba": MAMBA, "delta": DELTA, "tiled": DeltaRule(heads_of(6, 8, 2, tiled=True))}
+KINDS = {
+    "mamba": MAMBA,
+    "delta": DELTA,
+    "tiled": DeltaRule(heads_of(6, 8, 2, tiled=True)),
+    "short conv": ShortConv(72),
+    "short conv without bias": ShortConv(16, conv_size=4, conv_bias=False),
+}

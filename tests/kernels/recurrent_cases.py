@@ -1,4 +1,4 @@
-"""Compile cases of recurrent layers, with the sizes of Granite 4 H Tiny and of Qwen3-Next."""
+"""Compile cases of recurrent layers, with the sizes of Granite 4 H Tiny, Qwen3-Next and LFM2 1.2B."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _DELTA = {
 }
 
 
-def _conv(tiles: bool) -> tuple:
-    sizes = {"INNER": 3072, "CHANNELS": 3328, "CONV": 4, "STATE_AT": 3072 * 128, "SIZE": 1024}
-    tokens = recurrent._CONV_TOKENS if tiles else 1
-    constants = {**sizes, "TOKENS": tokens, "BLOCK": recurrent._CHANNELS, "TILES": tiles}
+def _conv(tiles: bool, gated: bool = False) -> tuple:
+    sizes = {"FIRST": 3072, "CHANNELS": 3328, "CONV": 4, "STATE_AT": 3072 * 128, "SIZE": 1024}
+    if gated:
+        sizes = {"FIRST": 4096, "CHANNELS": 2048, "CONV": 3, "STATE_AT": 0, "SIZE": 16}
+    flags = {"BLOCK": recurrent._CHANNELS, "TILES": tiles, "GATED": gated}
+    constants = {**sizes, "TOKENS": recurrent._CONV_TOKENS if tiles else 1, **flags}
     return recurrent.causal_conv_kernel, _CONV, constants, {"num_warps": 4 if tiles else 1}
 
 
@@ -47,6 +49,8 @@ def _delta(tiles: bool) -> tuple:
 RECURRENT = {
     "causal conv of rows": _conv(True),
     "causal conv of single tokens": _conv(False),
+    "short conv of rows": _conv(True, gated=True),
+    "short conv of single tokens": _conv(False, gated=True),
     "selective scan of pieces": _scan(True, True),
     "selective scan, batch-invariant": _scan(True, False),
     "selective scan of single tokens": _scan(False, False),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.conftest import Check
-from tests.kernels.recurrences import SIZE, DeltaRule, MambaScan, heads_of
+from tests.kernels.recurrences import SIZE, DeltaRule, MambaScan, ShortConv, heads_of
 from tests.kernels.test_interpreted import INTERPRETED, inside, make_batch
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
@@ -24,6 +24,8 @@ LAYERS = {
     "mamba, large": MambaScan(heads_of(2, 64, 1, conv_size=2)),
     "delta, small": DeltaRule(heads_of(4, 16, 2)),
     "delta, tiled": DeltaRule(heads_of(6, 64, 2, tiled=True)),
+    "short conv": ShortConv(72),
+    "short conv without bias": ShortConv(64, conv_size=2, conv_bias=False),
 }
 
 
@@ -34,6 +36,7 @@ def kernels() -> SimpleNamespace:
         causal_conv=recurrent.causal_conv,
         selective_scan=mamba.selective_scan,
         delta_rule=delta.delta_rule,
+        short_conv=recurrent.short_conv,
     )
 
 
@@ -54,7 +57,7 @@ def test_any_cut_gives_the_recurrence(cuts: list[int], kind: str, batch_invarian
 
 
 @inside
-@pytest.mark.parametrize("kind", ["mamba, small", "delta, small"])
+@pytest.mark.parametrize("kind", ["mamba, small", "delta, small", "short conv"])
 def test_every_full_block_has_the_state_at_its_end(kind: str) -> None:
     layer = LAYERS[kind]
     (row,) = layer.rows(11)

@@ -54,7 +54,7 @@ def save_tiny(family: str, changes: dict[str, Any], folder: Path) -> torch.nn.Mo
             is_norm = "norm" in key or "ln_" in key
             parameter.normal_(1.0 if is_norm else 0.0, 0.1 if is_norm else 0.15)
         for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model

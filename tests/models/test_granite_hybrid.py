@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.comparison import TINY, check_logits, logits_of, make_parts, save_tiny
+from tests.models.comparison import TINY, check_logits, save_tiny
 from tests.models.dense_gguf import TOKENIZER
-from tests.models.test_deepseek import COUNT, PROMPTS, run
-from tests.models.test_dense_gguf import IDS, _llama_cpp_logits
+from tests.models.hybrids import (
+    PATHS,
+    check_llama_cpp,
+    check_ranks_and_stages,
+    check_recorded_steps,
+    check_state_of_each_block,
+    check_tokens,
+    gguf_logits,
+    logits_by,
+    needs_llama_cpp,
+)
+from tests.models.test_deepseek import PROMPTS, run
 from tests.models.tiny import Type, write_gguf
-from tests.quant.ranks import in_threads, thread_groups
-from tests.runner.test_windows import make, transformers_tokens
+from tests.runner.test_windows import make
 from windlass.cli.model_report import examine
-from windlass.config import EngineConfig, ModelConfig
+from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.lora.peft import linear_shapes
-from windlass.models.card import load_hparams, open_checkpoint
-from windlass.models.families.registry import family_of, read_hparams
+from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.network import block_size_of, kv_layout
-from windlass.models.source import resolve
-from windlass.models.stages import Stage
-from windlass.models.tensor_rules import mapped
-from windlass.parallel.mesh import Mesh
 from windlass.tools.plan.select import select_quantization
 
 HYBRID: dict[str, Any] = {
@@ -63,46 +64,23 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_logits("GraniteMoeHybrid", {**HYBRID, **CASES[name]}, tmp_path)
 
 
-@pytest.mark.parametrize("options", [{}, {"plain_kernels": True}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("options", PATHS, ids=str)
 def test_tokens_equal_transformers_in_batches_after_preemption_and_with_prefixes(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = save("experts", tmp_path)
-    want = [transformers_tokens(model, prompt, COUNT) for prompt in PROMPTS]
-    built = make(tmp_path, dtype="float32", num_blocks=200, **options)
-    assert run(built, PROMPTS) == want
-    hits = built.engine.stats().prefix_hits
-    assert run(built, PROMPTS[:1]) == want[:1]
-    assert built.engine.stats().prefix_hits - hits == 28  # whole blocks of the 30 tokens
-    scarce = make(tmp_path, dtype="float32", num_blocks=36, **options)
-    assert run(scarce, PROMPTS) == want
-    assert scarce.engine.stats().num_preemptions > 0
+    check_tokens(save("experts", tmp_path), tmp_path, 36, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_that_fills_several_blocks_keeps_the_state_of_each(
     deterministic: bool, tmp_path: Path
 ) -> None:
-    """One step computes the prompt; a shorter prompt continues from a block in its middle."""
-    model = save("dense", tmp_path)
-    built = make(tmp_path, dtype="float32", num_blocks=200, max_num_batched_tokens=64)
-    run(built, [PROMPTS[0]], deterministic=deterministic)
-    for length in (13, 16):
-        hits = built.engine.stats().prefix_hits
-        other = [*PROMPTS[0][:length], 7, 9]
-        assert run(built, [other], deterministic=deterministic) == [
-            transformers_tokens(model, other, COUNT)
-        ]
-        assert built.engine.stats().prefix_hits - hits == length // 4 * 4
+    check_state_of_each_block(save("dense", tmp_path), tmp_path, deterministic)
 
 
 def test_steps_are_one_native_call_with_the_bits_of_eager_steps(tmp_path: Path) -> None:
     save("experts", tmp_path)
-    recorded = make(tmp_path, num_blocks=200)
-    steps = next(each for each in recorded.report.choices if each.what == "steps")
-    assert steps.value.startswith("one native call")
-    eager = make(tmp_path, num_blocks=200, enforce_eager=True)
-    assert run(recorded, PROMPTS, logprobs=1) == run(eager, PROMPTS, logprobs=1)
+    check_recorded_steps(tmp_path)
 
 
 def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -195,34 +173,18 @@ def write(model: torch.nn.Module, folder: Path, kind: Type = Type.F32, **metadat
     )
 
 
-def gguf_logits(path: Path) -> torch.Tensor:
-    checkpoint = GGUFCheckpoint(path)
-    hparams = read_hparams(checkpoint.hf_config(), str(path))
-    rules = family_of(hparams.architecture).gguf.rules(hparams)
-    return logits_of(hparams, mapped(checkpoint, rules), IDS.tolist(), chunks=[30, 7])
-
-
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_gguf_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
     got = gguf_logits(write(model, tmp_path))
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, logits_by(model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(
-    all(find_spec(name) is None for name in ("llama_cpp", "xllamacpp")),
-    reason="llama.cpp is not installed",
-)
+@needs_llama_cpp
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_logits_equal_llama_cpp(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    got = torch.from_numpy(_llama_cpp_logits(write(model, tmp_path)))
-    error = (got - want).square().mean().sqrt() / want.std()
-    assert error < 0.005, f"relative error {error:.4f}"
+    check_llama_cpp(model, write(model, tmp_path))
 
 
 def test_quantised_projections_run_with_their_packed_weights(tmp_path: Path) -> None:
@@ -252,22 +214,7 @@ def test_inspect_and_plan_show_the_state_of_a_sequence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["experts", "groups"])
 def test_ranks_divide_the_heads(name: str, tmp_path: Path) -> None:
     """Two ranks hold half of the heads each; one group of B and C is on both."""
-    model = save(name, tmp_path)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    config = ModelConfig(model=str(tmp_path))
-    files = resolve(config)
-    hparams, checkpoint = load_hparams(files, config), open_checkpoint(files, config)
-    parts = make_parts(hparams, True)
-    ranks = [replace(parts, mesh=Mesh(group)) for group in thread_groups(2)]
-    part, whole = (kv_layout(hparams, 4, torch.float16, each.mesh) for each in (ranks[0], parts))
-    assert whole.state_bytes / 2 <= part.state_bytes < whole.state_bytes
-    given = partial(logits_of, hparams, checkpoint, IDS.tolist(), chunks=[30, 7])
-    found = in_threads([partial(given, parts=rank) for rank in ranks])
-    assert len(found) == 2
-    stages = [Stage(0, 1, 3), Stage(1, 3, 3)]
-    for got in (*found, given(stages=stages)):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    check_ranks_and_stages(save(name, tmp_path), tmp_path)
 
 
 def config_of(**changes: Any) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +15,34 @@ from safetensors.torch import load_file, save_file
 from tests.models.comparison import (
     TINY,
     check_logits,
-    logits_of,
-    make_parts,
     our_logits,
     save_tiny,
 )
 from tests.models.dense_gguf import TOKENIZER
-from tests.models.test_deepseek import COUNT, PROMPTS, run
-from tests.models.test_dense_gguf import IDS, _llama_cpp_logits
-from tests.models.test_granite_hybrid import gguf_logits
+from tests.models.hybrids import (
+    PATHS,
+    check_llama_cpp,
+    check_ranks_and_stages,
+    check_recorded_steps,
+    check_state_of_each_block,
+    check_tokens,
+    gguf_logits,
+    logits_by,
+    needs_llama_cpp,
+)
+from tests.models.test_dense_gguf import IDS
 from tests.models.tiny import Type, write_gguf
 from tests.quant.folders import loaded, logits
-from tests.quant.ranks import in_threads, thread_groups
-from tests.runner.test_windows import make, transformers_tokens
+from tests.runner.test_windows import make
 from windlass.cli.model_report import examine
-from windlass.config import EngineConfig, ModelConfig
+from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.lora.peft import linear_shapes
-from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.network import block_size_of, kv_layout
-from windlass.models.source import resolve
-from windlass.models.stages import Stage
 from windlass.models.tensor_rules import Rows, Rule, mapped
-from windlass.parallel.mesh import Mesh
 
 HYBRID: dict[str, Any] = {
     "head_dim": 16,
@@ -89,47 +88,24 @@ def test_every_fourth_layer_has_attention_by_default(tmp_path: Path) -> None:
     assert [hparams.is_recurrent(layer) for layer in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize("options", [{}, {"plain_kernels": True}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("options", PATHS, ids=str)
 @pytest.mark.parametrize("name", ["next", "3.5"])
 def test_tokens_equal_transformers_in_batches_after_preemption_and_with_prefixes(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = save(name, tmp_path)
-    want = [transformers_tokens(model, prompt, COUNT) for prompt in PROMPTS]
-    built = make(tmp_path, dtype="float32", num_blocks=200, **options)
-    assert run(built, PROMPTS) == want
-    hits = built.engine.stats().prefix_hits
-    assert run(built, PROMPTS[:1]) == want[:1]
-    assert built.engine.stats().prefix_hits - hits == 28  # whole blocks of the 30 tokens
-    scarce = make(tmp_path, dtype="float32", num_blocks=36, **options)
-    assert run(scarce, PROMPTS) == want
-    assert scarce.engine.stats().num_preemptions > 0
+    check_tokens(save(name, tmp_path), tmp_path, 36, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_that_fills_several_blocks_keeps_the_state_of_each(
     deterministic: bool, tmp_path: Path
 ) -> None:
-    """One step computes the prompt; a shorter prompt continues from a block in its middle."""
-    model = save("3.5", tmp_path)
-    built = make(tmp_path, dtype="float32", num_blocks=200, max_num_batched_tokens=64)
-    run(built, [PROMPTS[0]], deterministic=deterministic)
-    for length in (13, 16):
-        hits = built.engine.stats().prefix_hits
-        other = [*PROMPTS[0][:length], 7, 9]
-        assert run(built, [other], deterministic=deterministic) == [
-            transformers_tokens(model, other, COUNT)
-        ]
-        assert built.engine.stats().prefix_hits - hits == length // 4 * 4
+    check_state_of_each_block(save("3.5", tmp_path), tmp_path, deterministic)
 
 
 def test_steps_are_one_native_call_with_the_bits_of_eager_steps(tmp_path: Path) -> None:
     save("next", tmp_path)
-    recorded = make(tmp_path, num_blocks=200)
-    steps = next(each for each in recorded.report.choices if each.what == "steps")
-    assert steps.value.startswith("one native call")
-    eager = make(tmp_path, num_blocks=200, enforce_eager=True)
-    assert run(recorded, PROMPTS, logprobs=1) == run(eager, PROMPTS, logprobs=1)
+    check_recorded_steps(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
@@ -302,24 +278,15 @@ GGUF_CHANGES = {
 @pytest.mark.parametrize("name", _ARCHITECTURES)
 def test_gguf_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path, **GGUF_CHANGES)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    path = write(model, name, tmp_path)
-    torch.testing.assert_close(gguf_logits(path), want, atol=1e-4, rtol=1e-4)
+    got = gguf_logits(write(model, name, tmp_path))
+    torch.testing.assert_close(got, logits_by(model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(
-    all(find_spec(name) is None for name in ("llama_cpp", "xllamacpp")),
-    reason="llama.cpp is not installed",
-)
+@needs_llama_cpp
 @pytest.mark.parametrize("name", _ARCHITECTURES)
 def test_logits_equal_llama_cpp(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path, **GGUF_CHANGES)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    got = torch.from_numpy(_llama_cpp_logits(write(model, name, tmp_path)))
-    error = (got - want).square().mean().sqrt() / want.std()
-    assert error < 0.005, f"relative error {error:.4f}"
+    check_llama_cpp(model, write(model, name, tmp_path))
 
 
 @pytest.mark.parametrize("name", ["next", "3.5"])
@@ -415,41 +382,19 @@ def test_inspect_shows_the_state_of_a_sequence(tmp_path: Path) -> None:
     assert estimate["state_bytes_per_sequence"] == 2 * 4 * STATE
 
 
-def ranks_and_stages(path: Path) -> list[torch.Tensor]:
-    """The logits of two ranks, and of two stages."""
-    config = ModelConfig(model=str(path))
-    files = resolve(config)
-    hparams, checkpoint = load_hparams(files, config), open_checkpoint(files, config)
-    parts = make_parts(hparams, True)
-    ranks = [replace(parts, mesh=Mesh(group)) for group in thread_groups(2)]
-    part, whole = (kv_layout(hparams, 4, torch.float16, each.mesh) for each in (ranks[0], parts))
-    assert whole.state_bytes / 2 <= part.state_bytes < whole.state_bytes
-    given = partial(logits_of, hparams, checkpoint, IDS.tolist(), chunks=[30, 7])
-    found = in_threads([partial(given, parts=rank) for rank in ranks])
-    assert len(found) == 2
-    return [*found, given(stages=[Stage(0, 1, 3), Stage(1, 3, 3)])]
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("next", {}), ("3.5", {"linear_num_key_heads": 1}), ("3.5 experts", {})],
 )
 def test_ranks_divide_the_heads(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Two ranks hold half of the heads each; one key head is on both."""
-    model = save(name, tmp_path, **changes)
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    for got in ranks_and_stages(tmp_path):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    check_ranks_and_stages(save(name, tmp_path, **changes), tmp_path)
 
 
 def test_ranks_of_gguf_files_have_all_keys(tmp_path: Path) -> None:
     """The value heads that share a key are not neighbours."""
     model = save("3.5", tmp_path, **{**GGUF_CHANGES, "linear_num_value_heads": 8})
-    with torch.inference_mode():
-        want = model(IDS[None]).logits[0]
-    for got in ranks_and_stages(write(model, "3.5", tmp_path)):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    check_ranks_and_stages(model, write(model, "3.5", tmp_path))
 
 
 def config_of(**changes: Any) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# mamba: the selective scan of Mamba-2. delta: the gated delta rule.
-Recurrence = Literal["mamba", "delta"]
+# mamba: the selective scan of Mamba-2. delta: the gated delta rule. conv: a gated short convolution, without
+# a recurrence after it.
+Recurrence = Literal["mamba", "delta", "conv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class RecurrentHeads:
     Heads share keys and queries (B and C of Mamba-2) in equal groups, as query heads share kv heads:
     neighbouring heads have the same group, or, if `tiled`, heads whose distance is the number of groups.
     A causal convolution over `conv_size` tokens precedes the recurrence: of every head's inputs, keys and
-    queries.
+    queries. `of_conv`: the sizes of a convolution without a recurrence.
     """
 
     num_heads: int
@@ -25,6 +26,10 @@ class RecurrentHeads:
     state_size: int
     conv_size: int
     tiled: bool = False
+
+    @classmethod
+    def of_conv(cls, channels: int, conv_size: int) -> RecurrentHeads:
+        return cls(num_heads=channels, dim=1, num_groups=0, state_size=0, conv_size=conv_size)
 
     @property
     def inner(self) -> int:

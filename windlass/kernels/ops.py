@@ -38,6 +38,7 @@ class Ops:
     latent_attention: Callable[..., Tensor] = reference_latent.latent_attention
     latent_outputs: Callable[..., Tensor] = reference_latent.latent_outputs
     causal_conv: Callable[..., Tensor] = reference_recurrent.causal_conv
+    short_conv: Callable[..., Tensor] = reference_recurrent.short_conv
     selective_scan: Callable[..., Tensor] = reference_mamba.selective_scan
     delta_rule: Callable[..., Tensor] = reference_delta.delta_rule
     embedding: Callable[..., Tensor] = reference.embedding
@@ -167,7 +168,11 @@ _TORCH_ON_GPU = (
 )
 _OPERATIONS = (*_TORCH_ON_GPU, "rms_norm", "add_rms_norm", "silu_mul")
 _ATTENTION = ("qk_norm", "rope_write", "attention")
-_RECURRENT = {"mamba": ("causal_conv", "selective_scan"), "delta": ("causal_conv", "delta_rule")}
+_RECURRENT = {
+    "mamba": ("causal_conv", "selective_scan"),
+    "delta": ("causal_conv", "delta_rule"),
+    "conv": ("short_conv",),
+}
 _LATENT_ATTENTION = ("latent_queries", "latent_attention", "latent_outputs")
 
 

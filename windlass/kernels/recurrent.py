@@ -1,4 +1,4 @@
-"""The states of recurrent layers in pages, and the causal convolution that precedes every recurrence.
+"""The states of recurrent layers in pages, and their causal convolutions.
 
 A layer's state after a token is its recurrent state and the last inputs of its convolution, in float32.
 A row reads the state at its start from the block of the token before. It writes the state after its last
@@ -51,20 +51,49 @@ def causal_conv(
 
     `weight` is [channels, conv_size]. Writes the convolution's states.
     """
+    inputs = projected[:, heads.inner : heads.inner + heads.channels].float()
+    mixed = _convolved(inputs, weight, bias, heads, state, batch)
+    return functional.silu(mixed).to(projected.dtype)
+
+
+def short_conv(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: RecurrentHeads,
+    state: LayerState,
+    batch: StepBatch,
+) -> Tensor:
+    """c * causal convolution of b * x, for the columns b, c and x of `projected`: [tokens, channels].
+
+    `weight` is [channels, conv_size]. Writes the convolution's states.
+    """
+    b, c, x = projected.float().chunk(3, dim=-1)
+    return (c * _convolved(b * x, weight, bias, heads, state, batch)).to(projected.dtype)
+
+
+def _convolved(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: RecurrentHeads,
+    state: LayerState,
+    batch: StepBatch,
+) -> Tensor:
+    """The causal convolution of the inputs, all in float32; writes its states."""
     pages, before = conv_pages(state, heads), heads.conv_size - 1
-    inputs = projected[:, heads.inner : heads.inner + heads.channels]
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     for span in batch.spans:
         table = _table(state, batch, span)
         known = pages.new_zeros(heads.channels, before)
         if span.start:
             known = pages[table[(span.start - 1) // state.block_size]]
-        own = inputs[span.first : span.first + span.count].float()
+        own = inputs[span.first : span.first + span.count]
         line = torch.cat([known, own.T], dim=1)
         mixed = functional.conv1d(
             line[None], weight.float()[:, None], _float(bias), groups=heads.channels
         )
-        out[span.first : span.first + span.count] = functional.silu(mixed[0].T).to(out.dtype)
+        out[span.first : span.first + span.count] = mixed[0].T
         for begin, end in _pieces(span, state.block_size):
             pages[table[begin // state.block_size]] = line[:, end - span.start :][:, :before]
     return out

@@ -152,6 +152,14 @@ def _native_recurrent(need: Need) -> str | None:
     assert heads is not None
     if heads.dim % 8 or heads.state_size % 8:
         return f"the sizes of {heads} are not multiples of 8"
+    return _native_conv(need)
+
+
+def _native_conv(need: Need) -> str | None:
+    heads = need.recurrent
+    assert heads is not None
+    if heads.channels % 8:
+        return f"the convolution has {heads.channels} channels, not a multiple of 8"
     if heads.conv_size > _MAX_NATIVE_CONV:
         return f"the convolution covers {heads.conv_size} tokens, more than {_MAX_NATIVE_CONV}"
     return _native(need)
@@ -244,6 +252,11 @@ _CANDIDATES: dict[str, list[Candidate]] = {
         Candidate("triton", f"{_TRITON}.recurrent:causal_conv", _triton_recurrent),
         Candidate("native", "causal_conv", _native_recurrent),
         Candidate("plain", f"{_RECURRENT}:causal_conv", _never),
+    ],
+    "short_conv": [
+        Candidate("triton", f"{_TRITON}.recurrent:short_conv", _triton),
+        Candidate("native", "short_conv", _native_conv),
+        Candidate("plain", f"{_RECURRENT}:short_conv", _never),
     ],
     "selective_scan": [
         Candidate("triton", f"{_TRITON}.mamba:selective_scan", _triton_recurrent),

@@ -1,4 +1,4 @@
-"""What recurrent mixers share: projections, the causal convolution, and which heads a rank computes."""
+"""What mixers with states share: projections, the causal convolution, and which heads a rank computes."""
 
 from __future__ import annotations
 
@@ -61,17 +61,77 @@ def _least_heads(heads: RecurrentHeads, group: Group) -> int:
 
 def rank_recurrent_heads(heads: RecurrentHeads, group: Group) -> RecurrentHeads:
     """The heads, and the groups of keys and queries, that this rank computes."""
+    if not heads.num_groups:
+        return replace(heads, num_heads=Shard.even(heads.num_heads, group).count)
     shards = HeadShards.of(heads, group)
     groups = shards.shared.count // heads.state_size
     return replace(heads, num_heads=shards.by_head.count, num_groups=groups)
 
 
-class RecurrentMixer(AttentionLayer, ShardedRows):
-    """Input projection, causal convolution, a recurrence, and output projection.
+class ConvMixer(AttentionLayer):
+    """Input projection, causal convolution, and output projection.
 
     The output is added to the residual stream and normalised by the next norm. Ranks split the heads.
-    `outputs` are the parts of the input projection: the gate, `channels` that go through the
-    convolution, and numbers per head.
+    `outputs` are the parts of the input projection, of which `channels` go through the convolution, and
+    `inner` are the inputs of the output projection.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        shape: RecurrentShape,
+        method_for: MethodFor,
+        ops: Ops,
+        group: Group,
+        dtype: torch.dtype,
+        *,
+        outputs: dict[str, Shard],
+        channels: Iterable[str],
+        inner: Shard,
+    ) -> None:
+        super().__init__()
+        self.index, self.ops, self.group = index, ops, group
+        self.heads = rank_recurrent_heads(shape.heads, group)
+        hidden = Shard(shape.hidden_size)
+        bias = dtype if shape.proj_bias else None
+        self.in_proj = Linear(
+            outputs=outputs, inputs=hidden, method=method_for(outputs), group=group, bias=bias
+        )
+        self.conv1d = StoredWeight(
+            outputs={f"{name}_conv": outputs[f"{name}_proj"] for name in channels},
+            inputs=Shard(shape.heads.conv_size),
+            method=Unquantised(torch.float32),
+        )
+        if shape.conv_bias:
+            bias_values = torch.empty(self.heads.channels, dtype=torch.float32)
+            self.conv1d.bias = nn.Parameter(bias_values, requires_grad=False)
+        self.o_proj = Linear(
+            outputs={"out_proj": hidden},
+            inputs=inner,
+            method=method_for(["out_proj"]),
+            group=group,
+            bias=bias,
+        )
+
+    @property
+    def first_proj(self) -> Linear:
+        return self.in_proj
+
+    def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
+        """The inputs of the output projection; writes the states."""
+        del cos_sin
+        projected = self.in_proj(batch.all_tokens(x), batch.adapters)
+        return self._mixed(projected, batch.state_of(self.index), batch)
+
+    @abstractmethod
+    def _mixed(self, projected: Tensor, state: LayerState, batch: StepBatch) -> Tensor:
+        """The inputs of the output projection, from the outputs of the input projection."""
+
+
+class RecurrentMixer(ConvMixer, ShardedRows):
+    """A recurrence after the convolution.
+
+    `outputs` has the gate, the `channels` and numbers per head.
     """
 
     def __init__(
@@ -86,45 +146,22 @@ class RecurrentMixer(AttentionLayer, ShardedRows):
         outputs: dict[str, Shard],
         channels: Iterable[str],
     ) -> None:
-        super().__init__()
-        self.index, self.ops, self.group = index, ops, group
-        self.heads = rank_recurrent_heads(shape.heads, group)
-        shards, hidden = HeadShards.of(shape.heads, group), Shard(shape.hidden_size)
-        bias = dtype if shape.proj_bias else None
-        self.in_proj = Linear(
-            outputs=outputs, inputs=hidden, method=method_for(outputs), group=group, bias=bias
+        shards = HeadShards.of(shape.heads, group)
+        super().__init__(
+            *(index, shape, method_for, ops, group, dtype),
+            outputs=outputs,
+            channels=channels,
+            inner=shards.inner,
         )
-        self.conv1d = StoredWeight(
-            outputs={f"{name}_conv": outputs[f"{name}_proj"] for name in channels},
-            inputs=Shard(shape.heads.conv_size),
-            method=Unquantised(torch.float32),
-        )
-        if shape.conv_bias:
-            bias_values = torch.empty(self.heads.channels, dtype=torch.float32)
-            self.conv1d.bias = nn.Parameter(bias_values, requires_grad=False)
         self.rows = shards.by_head
         self.A, self.dt_bias = self._per_head(), self._per_head()
         self.norm_eps = shape.norm_eps
-        self.o_proj = Linear(
-            outputs={"out_proj": hidden},
-            inputs=shards.inner,
-            method=method_for(["out_proj"]),
-            group=group,
-            bias=bias,
-        )
 
     def _per_head(self) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.rows.count, dtype=torch.float32), requires_grad=False)
 
-    @property
-    def first_proj(self) -> Linear:
-        return self.in_proj
-
-    def _attended(self, x: Inputs, batch: StepBatch, cos_sin: Tensor | None) -> Tensor:
-        """The outputs of the heads; writes their states."""
-        del cos_sin
-        state, conv = batch.state_of(self.index), self.conv1d
-        projected = self.in_proj(batch.all_tokens(x), batch.adapters)
+    def _mixed(self, projected: Tensor, state: LayerState, batch: StepBatch) -> Tensor:
+        conv = self.conv1d
         mixed = self.ops.causal_conv(projected, conv.weight, conv.bias, self.heads, state, batch)
         return self._recurrence(projected, mixed, state, batch)
 

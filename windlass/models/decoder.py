@@ -27,7 +27,7 @@ from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.token_split import TokenSplit
-from windlass.layers.attention import Attention, AttentionShape, ScoreGrowth
+from windlass.layers.attention import Attention, AttentionLayer, AttentionShape, ScoreGrowth
 from windlass.layers.delta import DeltaNet
 from windlass.layers.embedding import Embedding, PackedEmbedding, TiedEmbedding
 from windlass.layers.expert_combine import ExpertSpread
@@ -39,8 +39,9 @@ from windlass.layers.mlp import GatedMLP, PlainMLP
 from windlass.layers.moe import MoE, MoEBesideMLP, MoEShape
 from windlass.layers.norm import LayerNorm, NoNorm, RMSNorm, ScaledStream, after
 from windlass.layers.per_layer import PerLayerEmbedding, PerLayerInput
-from windlass.layers.recurrent import RecurrentShape, rank_recurrent_heads
+from windlass.layers.recurrent import ConvMixer, RecurrentShape, rank_recurrent_heads
 from windlass.layers.rotary import Rotary
+from windlass.layers.short_conv import ShortConv
 from windlass.models.hparams import HParams, MoEHParams
 from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
@@ -52,9 +53,10 @@ from windlass.quant.packed_method import PackedMethod
 # Modules of the first and of the last pipeline stage.
 _FIRST, _LAST = ("model.embed_tokens.", "model.embed_positions."), ("model.norm.", "lm_head.")
 # Recurrent mixers, with the names of their modules in checkpoints.
-_RECURRENT: dict[Recurrence, tuple[str, type[Mamba] | type[DeltaNet]]] = {
+_RECURRENT: dict[Recurrence, tuple[str, type[Mamba] | type[DeltaNet] | type[ShortConv]]] = {
     "mamba": ("mamba", Mamba),
     "delta": ("linear_attn", DeltaNet),
+    "conv": ("conv", ShortConv),
 }
 
 
@@ -72,12 +74,10 @@ class Block(nn.Module):
         self._scale = hparams.residual_scale
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
         self.self_attn: Attention | MLA | None = None
-        self.mamba: Mamba | None = None
-        self.linear_attn: DeltaNet | None = None
-        if hparams.is_recurrent(index):
-            recurrent = _recurrent(index, hparams, parts, index - first)
-            self.mamba = recurrent if isinstance(recurrent, Mamba) else None
-            self.linear_attn = recurrent if isinstance(recurrent, DeltaNet) else None
+        self._recurrent: str | None = None  # the module's name
+        if hparams.recurrent is not None and hparams.is_recurrent(index):
+            self._recurrent, _ = _RECURRENT[hparams.recurrent.kind]
+            self.add_module(self._recurrent, _recurrent(index, hparams, parts, index - first))
         else:
             self.self_attn = _attention(index, hparams, parts, hparams.kv_layer_of(index) - first)
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
@@ -105,10 +105,10 @@ class Block(nn.Module):
                 _quantise_for(before_mlp, self.mlp.gate_up_proj)
 
     @property
-    def mixer(self) -> Attention | MLA | Mamba | DeltaNet:
+    def mixer(self) -> AttentionLayer:
         """The sublayer that mixes tokens."""
-        mixer = self.self_attn or self.mamba or self.linear_attn
-        assert mixer is not None
+        mixer = self.self_attn if self._recurrent is None else self.get_submodule(self._recurrent)
+        assert isinstance(mixer, AttentionLayer)
         return mixer
 
     @property
@@ -330,7 +330,7 @@ def _attention(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Att
     )
 
 
-def _recurrent(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Mamba | DeltaNet:
+def _recurrent(index: int, hparams: HParams, parts: Parts, kv_index: int) -> ConvMixer:
     """The layer's recurrent mixer; `kv_index`: in the KV cache."""
     assert hparams.recurrent is not None
     name, kind = _RECURRENT[hparams.recurrent.kind]

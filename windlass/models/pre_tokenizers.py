@@ -122,7 +122,9 @@ PRE_TOKENIZERS = {
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
     # Split as llama.cpp splits; the original was not at hand.
+    "falcon-h1": _LLAMA3_ROW,
     "falcon3": _LLAMA3_ROW,
+    "lfm2": _LLAMA3_ROW,
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "pixtral": _LLAMA3_ROW,
     "llama4": PreTokenizer((_GPT4O,)),

@@ -40,6 +40,7 @@ _KINDS = {
     Op.EXPERTS: "experts",
     Op.SPARSE_MIXER: "routing of experts",
     Op.CAUSAL_CONV: "recurrent states",
+    Op.SHORT_CONV: "recurrent states",
     Op.SELECTIVE_SCAN: "recurrent states",
     Op.DELTA_RULE: "recurrent states",
     Op.ALL_REDUCE: "communication",

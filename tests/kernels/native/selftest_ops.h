@@ -481,6 +481,40 @@ inline void check_mamba(WindlassPool* pool) {
   }
 }
 
+// A gated convolution over three tokens, over states in pages that are zero before the first token.
+inline void check_short_conv(WindlassPool* pool) {
+  constexpr int channels = 72, size = 3, width = 3 * channels, page = channels * (size - 1);
+  const Requests requests({{0, 1}, {130, 1}, {5, 33}});
+  const auto rows = static_cast<size_t>(requests.tokens);
+  Floats x = random_floats(rows * width), out(rows * channels);
+  const Floats weight = random_floats(channels * size), bias = random_floats(channels);
+  Floats pages(static_cast<size_t>(requests.blocks * page));
+  WindlassCommand command{};
+  command.op = windlass::kShortConv;
+  command.rows = requests.tokens;
+  const int sizes[5] = {channels, size, kPage, 0, page};
+  std::copy(sizes, sizes + 5, command.sizes);
+  command.step_tensors[0] = x.data();
+  command.step_tensors[1] = out.data();
+  command.model_tensors[0] = weight.data();
+  command.model_tensors[1] = bias.data();
+  command.model_tensors[2] = pages.data();
+  run(pool, command, requests.step());
+  for (const WindlassRow& row : requests.rows) {
+    for (int t = 0; t < row.count; ++t) {
+      for (int i = 0; i < channels; ++i) {
+        const float* own = x.data() + (row.first + t) * width + i;
+        double sum = bias[static_cast<size_t>(i)];
+        for (int ago = 0; ago < std::min(size, t + 1); ++ago) {
+          const float* input = own - ago * width;
+          sum += static_cast<double>(weight[static_cast<size_t>(i * size + size - 1 - ago)]) * input[0] * input[2 * channels];
+        }
+        expect("short_conv", out[static_cast<size_t>((row.first + t) * channels + i)], sum * own[channels], 10 * kClose);
+      }
+    }
+  }
+}
+
 // One delta rule over states in pages that are zero before the first token.
 inline void check_delta(WindlassPool* pool) {
   constexpr int heads = 2, dim = 8, size = 16, inner = heads * dim, channels = inner + 2 * size;
@@ -559,6 +593,7 @@ inline void check_operations(WindlassPool* pool) {
   check_latent(pool);
   check_mamba(pool);
   check_delta(pool);
+  check_short_conv(pool);
   for (int type : {0, 1, 2, 3}) {
     for (int dim : {8, 40, 64}) {
       for (int window : {0, dim == 8 ? 1 : 100}) check_pages(pool, type, dim, {window, dim});

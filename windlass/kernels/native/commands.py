@@ -48,6 +48,7 @@ class Op(IntEnum):
     DELTA_RULE = 26
     SPLIT_GATES = 27
     MUL_COLUMNS = 28
+    SHORT_CONV = 29
 
 
 class MapFunction(IntEnum):
@@ -114,6 +115,7 @@ WRITTEN = {
     Op.SIGMOID_GATE: (2,),
     Op.SPARSE_MIXER: (1,),
     Op.CAUSAL_CONV: (1,),
+    Op.SHORT_CONV: (1,),
     Op.SELECTIVE_SCAN: (2,),
     Op.ALL_REDUCE: (1,),
     Op.ALL_GATHER: (1,),

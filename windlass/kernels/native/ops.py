@@ -381,6 +381,27 @@ class NativeOps:
         self._run(call, batch)
         return out
 
+    def short_conv(
+        self,
+        projected: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        heads: RecurrentHeads,
+        state: LayerState,
+        batch: StepBatch,
+    ) -> Tensor:
+        tokens = projected.shape[0]
+        out = torch.empty(tokens, heads.channels)
+        call = Call(
+            Op.SHORT_CONV,
+            tokens,
+            step_tensors=(projected.contiguous(), out),
+            model_tensors=(weight, bias, state.pages.data_ptr()),
+            sizes=(heads.channels, heads.conv_size, *_state(state, batch)),
+        )
+        self._run(call, batch)
+        return out
+
     def selective_scan(
         self,
         projected: Tensor,

@@ -1,4 +1,4 @@
-"""What kernels of recurrent layers share: rows that follow each other, and the causal convolution.
+"""What kernels of recurrent layers share: rows that follow each other, and causal convolutions.
 
 A program computes all tokens of a row, for some channels or for some of a head's features: it reads the
 state at the row's start first, and writes states where blocks end and after the last token, so no other
@@ -53,15 +53,24 @@ def page(pages, table, position, page_stride, SIZE: tl.constexpr):
     return pages + block * page_stride
 
 
+@triton.jit
+def _inputs(source, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """Inputs of the convolution; gated ones are multiplied by the columns two widths before."""
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        x *= tl.load(source - 2 * CHANNELS, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def causal_conv_kernel(
     projected, weight, bias, out, pages, rows, positions, token_slots, tables,
     table_stride, page_stride, num_tokens, width,
-    INNER: tl.constexpr, CHANNELS: tl.constexpr, CONV: tl.constexpr, STATE_AT: tl.constexpr,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, CONV: tl.constexpr, STATE_AT: tl.constexpr,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row and BLOCK channels."""
+    """One row and BLOCK channels, which begin in column FIRST. GATED: as `recurrent.short_conv`."""
     pdl.begin(PDL)
     token = first_token(rows, tl.program_id(0), TILES)
     if token < 0:
@@ -76,7 +85,7 @@ def causal_conv_kernel(
     # Inputs before the row: the last ones before position `origin`.
     old = page(pages, table, tl.maximum(start - 1, 0), page_stride, SIZE) + STATE_AT + c * known
     origin = start
-    source = projected + token.to(tl.int64) * width + INNER + c
+    source = projected + token.to(tl.int64) * width + FIRST + c
     target = out + token.to(tl.int64) * CHANNELS + c
     begin = start
     goes_on = begin >= 0
@@ -95,13 +104,17 @@ def causal_conv_kernel(
         for k in tl.static_range(CONV):
             ago = at - (known - k)
             own = (used & (ago >= 0))[:, None] & c_mask[None, :]
-            x = tl.load(source[None, :] + ago[:, None].to(tl.int64) * width, mask=own, other=0.0)
+            x = _inputs(source[None, :] + ago[:, None].to(tl.int64) * width, own, CHANNELS, GATED)
             before = (used & (ago < 0) & (start > 0))[:, None] & c_mask[None, :]
             kept = old[None, :] + (ago + start - origin + known)[:, None]
-            x = x.to(tl.float32) + tl.load(kept, mask=before, other=0.0)
+            x += tl.load(kept, mask=before, other=0.0)
             total += x * tl.load(weight + c * CONV + k, mask=c_mask, other=0.0)[None, :]
-        y = total * tl.sigmoid(total)
         mask = used[:, None] & c_mask[None, :]
+        if GATED:
+            gate = source[None, :] - CHANNELS + at[:, None].to(tl.int64) * width
+            y = total * tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+        else:
+            y = silu(total)
         place = target[None, :] + at[:, None].to(tl.int64) * CHANNELS
         tl.store(place, y.to(out.dtype.element_ty), mask=mask)
         if (end % SIZE == 0) | (goes_on == 0):
@@ -111,10 +124,10 @@ def causal_conv_kernel(
             for k in tl.static_range(CONV - 1):
                 token_at = end - start - known + k
                 is_own = c_mask & (token_at >= 0)
-                last = tl.load(source + token_at.to(tl.int64) * width, mask=is_own, other=0.0)
+                last = _inputs(source + token_at.to(tl.int64) * width, is_own, CHANNELS, GATED)
                 is_old = c_mask & (token_at < 0) & (start > 0)
                 moved = tl.load(old + (end - origin + k), mask=is_old, other=0.0)
-                tl.store(new + k, last.to(tl.float32) + moved, mask=c_mask)
+                tl.store(new + k, last + moved, mask=c_mask)
             tl.debug_barrier()
             old = new
             origin = end
@@ -139,7 +152,35 @@ def causal_conv(
     state: LayerState,
     batch: StepBatch,
 ) -> Tensor:
-    """Same contract as `mamba.causal_conv`."""
+    """Same contract as `recurrent.causal_conv`."""
+    return _convolve(projected, weight, bias, heads, state, batch, first=heads.inner)
+
+
+def short_conv(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: RecurrentHeads,
+    state: LayerState,
+    batch: StepBatch,
+) -> Tensor:
+    """Same contract as `recurrent.short_conv`."""
+    first = 2 * heads.channels
+    return _convolve(projected, weight, bias, heads, state, batch, first=first, gated=True)
+
+
+def _convolve(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: RecurrentHeads,
+    state: LayerState,
+    batch: StepBatch,
+    *,
+    first: int,
+    gated: bool = False,
+) -> Tensor:
+    """The convolution of the columns from `first` on."""
     tokens, width = projected.shape
     out = projected.new_empty((tokens, heads.channels))
     for rows, tiles in launches(batch):
@@ -147,7 +188,7 @@ def causal_conv(
             *(projected, weight, bias, out, state.pages, rows, batch.positions),
             *(batch.token_slots, batch.table_of(state), batch.tables.stride(1)),
             *(state.pages.stride(0), tokens, width),
-            INNER=heads.inner,
+            FIRST=first,
             CHANNELS=heads.channels,
             CONV=heads.conv_size,
             STATE_AT=heads.num_recurrent,
@@ -155,6 +196,7 @@ def causal_conv(
             TOKENS=_CONV_TOKENS if tiles else 1,
             BLOCK=_CHANNELS,
             TILES=tiles,
+            GATED=gated,
             num_warps=4 if tiles else 1,
             **pdl.options(),
         )

@@ -14,6 +14,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.base import Family, GGUFFamily, fused_gate_up
 from windlass.models.families.granite import gguf_multipliers, read_granite
 from windlass.models.families.granite_moe import granite_expert_rules
+from windlass.models.families.hybrid import listed_layers
 from windlass.models.families.moe import (
     EXPERT_NAMES,
     SHARED_NAMES,
@@ -59,19 +60,8 @@ def _granite4(fields: Fields, architecture: str) -> HParams:
 
 def _layer_kinds(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Whether each layer is Mamba-2."""
-    found = fields.sequence("layer_types") or fields.sequence("layers_block_type")
-    kinds = found or ("mamba",) * layers
-    unknown = {str(kind) for kind in kinds} - {*_MAMBA, *_ATTENTION}
-    if unknown:
-        raise UnsupportedError(
-            f"{fields.source}: layer_types contains {', '.join(sorted(unknown))}; supported are "
-            f"{', '.join((*_MAMBA, *_ATTENTION))}."
-        )
-    if len(kinds) != layers:
-        raise CheckpointError(
-            f"{fields.source}: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}."
-        )
-    return tuple(kind in _MAMBA for kind in kinds)
+    name = "layer_types" if "layer_types" in fields else "layers_block_type"
+    return listed_layers(fields, _MAMBA, _ATTENTION, name) or (True,) * layers
 
 
 def _has_rope(fields: Fields) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from windlass.core.recurrent import RecurrentHeads
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.models.families.base import Family, GGUFFamily, read_decoder
+from windlass.models.families.hybrid import listed_layers
 from windlass.models.families.moe import (
     EXPERT_NAMES,
     gguf_expert_rules,
@@ -81,22 +82,14 @@ def _read(fields: Fields, architecture: str) -> HParams:
 
 def _layer_kinds(fields: Fields) -> tuple[bool, ...]:
     """Whether each layer is a gated delta net."""
-    layers = fields.positive_int("num_hidden_layers")
-    kinds = fields.sequence("layer_types")
-    if kinds is None:
-        step = fields.positive_int("full_attention_interval", 4)
-        return tuple((layer + 1) % step != 0 for layer in range(layers))
-    unknown = {str(kind) for kind in kinds} - {_LINEAR, _FULL}
-    if unknown:
-        raise UnsupportedError(
-            f"{fields.source}: layer_types contains {', '.join(sorted(unknown))}; supported are "
-            f"{_LINEAR} and {_FULL}."
-        )
-    if len(kinds) != layers:
-        raise CheckpointError(
-            f"{fields.source}: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}."
-        )
-    return tuple(kind == _LINEAR for kind in kinds)
+    listed = listed_layers(fields, (_LINEAR,), (_FULL,))
+    if listed is not None:
+        return listed
+    layers, step = (
+        fields.positive_int("num_hidden_layers"),
+        fields.positive_int("full_attention_interval", 4),
+    )
+    return tuple((layer + 1) % step != 0 for layer in range(layers))
 
 
 def _recurrent(fields: Fields, kinds: tuple[bool, ...]) -> RecurrentHParams:

@@ -31,6 +31,7 @@
 //   sparse_mixer    x, out                                                 width; jitter, limit
 //   causal_conv     x, out                  weight, bias or null, states   first column, channels, conv size, x width,
 //                                                                          state ..., offset in a state
+//   short_conv      x, out                  weight, bias or null, states   channels, conv size, state ...
 //   selective_scan  x, mixed, out           decay, skip, dt bias, states   heads, head size, groups, state size,
 //                                                                          x width, state ...
 //   delta_rule      x, mixed, out           decay, dt bias, norm, states   heads, head size, groups, state size,
@@ -88,6 +89,7 @@ enum Op : int32_t {
   kDeltaRule,
   kSplitGates,
   kMulColumns,
+  kShortConv,
 };
 
 // Storage types.

@@ -61,6 +61,8 @@ bool execute(const Run& run) {
       return run_sigmoid_gate(run);
     case kCausalConv:
       return run_causal_conv(run);
+    case kShortConv:
+      return run_short_conv(run);
     case kSelectiveScan:
       return run_selective_scan(run);
     case kDeltaRule:

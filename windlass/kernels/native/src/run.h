@@ -77,6 +77,7 @@ bool run_map(const Run& run);
 bool run_add(const Run& run);
 bool run_sigmoid_gate(const Run& run);
 bool run_causal_conv(const Run& run);
+bool run_short_conv(const Run& run);
 bool run_selective_scan(const Run& run);
 bool run_delta_rule(const Run& run);
 bool run_split_gates(const Run& run);
