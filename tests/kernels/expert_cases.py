@@ -9,6 +9,7 @@ from windlass.kernels.triton import experts, experts_inputs, experts_kernels, ex
 X, F, I, FP8 = "*bf16", "*fp32", "*i32", "*fp8e4nv"  # noqa: E741
 # Hidden size, intermediate size, experts, experts per token.
 QWEN3, GPT_OSS, V2_LITE = (2048, 768, 128, 8), (2880, 2880, 32, 4), (2048, 1408, 64, 6)
+NEMOTRON = 2688, 1856, 128, 6  # experts without a gate
 
 
 # Types of the pointers, the group size and the super-group size of each form.
@@ -57,7 +58,7 @@ def expert_gemm(
     if oss:
         signature["bias"] = X
     constants: dict[str, Any] = {
-        "N": 2 * inner if gated else hidden,
+        "N": (inner if model is NEMOTRON else 2 * inner) if gated else hidden,
         "K": hidden if gated else inner,
         "TOP_K": top_k if gated else 1,
         "FORM": kind,
@@ -65,7 +66,7 @@ def expert_gemm(
         "SUPER": super_group,
         "GATED": gated,
         "ORDER": "interleaved" if oss else "halves",
-        "KIND": "clamped" if oss else "silu",
+        "KIND": "clamped" if oss else "relu2" if model is NEMOTRON else "silu",
         "ROWS": max(16, chosen.rows),
         "OUTPUTS": tiling.outputs,
         "BLOCK_K": experts.block_k(kind, tiling),
@@ -149,6 +150,7 @@ EXPERTS = {
             ("gpt-oss", GPT_OSS, 0, False),
             ("gpt-oss", GPT_OSS, 3, True),
             ("V2-Lite", V2_LITE, 3, True),
+            *(("Nemotron", NEMOTRON, plan, True) for plan in (0, 1, 3)),
         )
     },
 }

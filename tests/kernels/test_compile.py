@@ -273,7 +273,13 @@ CASES = {
     "rms_norm": (
         norm.rms_norm_kernel,
         {**NORM, "stride": "i32"},
-        {"SIZE": 4096, "WIDTH": 4096},
+        {"SIZE": 4096, "WIDTH": 4096, "GROUPS": 1},
+        {},
+    ),
+    "rms_norm of groups": (
+        norm.rms_norm_kernel,
+        {**NORM, "stride": "i32"},
+        {"SIZE": 512, "WIDTH": 512, "GROUPS": 8},
         {},
     ),
     "add_rms_norm": (

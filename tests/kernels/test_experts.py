@@ -62,16 +62,17 @@ def test_experts_come_from_the_best_groups(group_score: str, expected: list[int]
 def make_weights(routing: Routing, activation: ExpertActivation) -> ExpertWeights:
     generator = torch.Generator().manual_seed(3)
     hidden, inner, experts = 24, 16, routing.num_experts
+    outputs = 2 * inner if activation.has_gate else inner
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / 4
 
     return ExpertWeights(
-        gate_up=random(experts * 2 * inner, hidden),
+        gate_up=random(experts * outputs, hidden),
         down=random(experts * hidden, inner),
         routing=routing,
         activation=activation,
-        gate_up_bias=random(experts, 2 * inner),
+        gate_up_bias=random(experts, outputs),
         down_bias=random(experts, hidden),
     )
 
@@ -93,7 +94,9 @@ def direct(weights: ExpertWeights, x: torch.Tensor, logits: torch.Tensor) -> tor
             gate, up = both.chunk(2)
             if weights.activation.interleaved:
                 gate, up = both[0::2], both[1::2]
-            if weights.activation.kind == "clamped":
+            if weights.activation.kind == "relu2":
+                inner = both.clamp(min=0.0) ** 2
+            elif weights.activation.kind == "clamped":
                 gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
                 inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             else:
@@ -104,8 +107,12 @@ def direct(weights: ExpertWeights, x: torch.Tensor, logits: torch.Tensor) -> tor
 
 @pytest.mark.parametrize(
     "activation",
-    [ExpertActivation(), ExpertActivation(kind="clamped", interleaved=True)],
-    ids=["silu", "clamped"],
+    [
+        ExpertActivation(),
+        ExpertActivation(kind="clamped", interleaved=True),
+        ExpertActivation(kind="relu2"),
+    ],
+    ids=["silu", "clamped", "relu2"],
 )
 def test_the_reference_computes_each_token_of_each_expert(activation: ExpertActivation) -> None:
     weights = make_weights(Routing(num_experts=5, top_k=3, normalised=True), activation)

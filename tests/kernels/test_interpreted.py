@@ -67,6 +67,8 @@ def test_norms_and_activation() -> None:
 
     x, residual, weight = torch.randn(3, 80), torch.randn(3, 80), torch.randn(80)
     torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    want = reference.rms_norm(x, weight, 1e-5, groups=5)
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5, groups=5), want)
     want = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
     torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-5), want)
     torch.testing.assert_close(norm.silu_mul(x), reference.silu_mul(x))

@@ -90,19 +90,20 @@ def make_weights(
     biased: bool = False,
 ) -> ExpertWeights:
     generator = torch.Generator().manual_seed(3)
-    experts = routing.num_experts
+    experts, activation = routing.num_experts, activation or ExpertActivation()
+    outputs = 2 * inner if activation.has_gate else inner
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / 4
 
     return ExpertWeights(
-        gate_up=random(experts * 2 * inner, hidden),
+        gate_up=random(experts * outputs, hidden),
         down=random(experts * hidden, inner),
         routing=routing,
-        activation=activation or ExpertActivation(),
+        activation=activation,
         correction_bias=random(experts) if biased else None,
         expert_scales=torch.linspace(0.8, 1.2, experts) if biased else None,
-        gate_up_bias=random(experts, 2 * inner) if biased else None,
+        gate_up_bias=random(experts, outputs) if biased else None,
         down_bias=random(experts, hidden) if biased else None,
     )
 
@@ -143,8 +144,13 @@ ROUTING = Routing(num_experts=6, top_k=2, normalised=True)
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (5, 1), (1, 16), (21, 16), (40, 64)])
 @pytest.mark.parametrize(
     ("activation", "biased"),
-    [(ExpertActivation(), False), (CLAMPED, True), (ExpertActivation(kind="gelu_tanh"), True)],
-    ids=["silu", "clamped", "gelu"],
+    [
+        (ExpertActivation(), False),
+        (CLAMPED, True),
+        (ExpertActivation(kind="gelu_tanh"), True),
+        (ExpertActivation(kind="relu2"), True),
+    ],
+    ids=["silu", "clamped", "gelu", "relu2"],
 )
 def test_experts(tokens: int, rows: int, activation: ExpertActivation, biased: bool) -> None:
     check(make_weights(ROUTING, activation, biased=biased), tokens, rows)

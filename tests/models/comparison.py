@@ -67,7 +67,7 @@ def our_logits(
     plain: bool = False,
     model_impl: ModelImpl = "windlass",
 ) -> torch.Tensor:
-    """Logits of all positions from a folder of safetensors; see `logits_of`."""
+    """Logits of all positions from a folder of safetensors or a GGUF file; see `logits_of`."""
     config = ModelConfig(model=str(folder), model_impl=model_impl)
     files = resolve(config)
     spec, checkpoint = load_hparams(files, config), open_checkpoint(files, config)

@@ -36,7 +36,9 @@ def write_hybrid(
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     epsilon = next(
-        config[name] for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if name in config
+        config[name]
+        for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        if name in config
     )
     rope = config.get("rope_parameters", {})
     values = {

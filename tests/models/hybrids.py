@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.comparison import logits_of, make_parts
+from tests.models.comparison import logits_of, make_parts, our_logits
 from tests.models.test_deepseek import COUNT, PROMPTS, run
 from tests.models.test_dense_gguf import IDS, _llama_cpp_logits
 from tests.quant.ranks import in_threads, thread_groups
 from tests.runner.test_windows import make, transformers_tokens
 from windlass.config import ModelConfig
 from windlass.models.card import load_hparams, open_checkpoint
-from windlass.models.families.registry import family_of, read_hparams
-from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.network import kv_layout
 from windlass.models.source import resolve
 from windlass.models.stages import Stage
-from windlass.models.tensor_rules import mapped
 from windlass.parallel.mesh import Mesh
 
 needs_llama_cpp = pytest.mark.skipif(
@@ -97,10 +94,7 @@ def check_ranks_and_stages(model: torch.nn.Module, path: Path) -> None:
 
 
 def gguf_logits(path: Path) -> torch.Tensor:
-    checkpoint = GGUFCheckpoint(path)
-    hparams = read_hparams(checkpoint.hf_config(), str(path))
-    rules = family_of(hparams.architecture).gguf.rules(hparams)
-    return logits_of(hparams, mapped(checkpoint, rules), IDS.tolist(), chunks=[30, 7])
+    return our_logits(path, IDS.tolist(), [30, 7])
 
 
 def check_llama_cpp(model: torch.nn.Module, path: Path) -> None:

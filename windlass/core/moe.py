@@ -32,16 +32,21 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivation:
-    """The function between the GEMMs, of an expert's gate and up outputs.
+    """The function between the GEMMs, of an expert's gate and up outputs, or of up alone.
 
     silu and gelu_tanh: f(gate) * up. clamped: gate * sigmoid(alpha * gate) * (up + 1), with gate
-    limited to `limit` from above and up to [-limit, limit] (gpt-oss).
+    limited to `limit` from above and up to [-limit, limit] (gpt-oss). relu2: the square of max(up, 0);
+    there is no gate.
     """
 
-    kind: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "clamped", "relu2"] = "silu"
     interleaved: bool = False  # rows of gate_up alternate: gate 0, up 0, gate 1, ...
     alpha: float = 1.702
     limit: float = 7.0
+
+    @property
+    def has_gate(self) -> bool:
+        return self.kind != "relu2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Mixture-of-experts MLPs: their sizes and routing, the kernel interface, and the choice of a kernel.
 
 Weights are stacked along the outputs: gate and up rows of the expert at index i are rows [2 i I, 2 (i + 1) I)
-of `gate_up`, its down rows are rows [i H, (i + 1) H) of `down`. So each packed form serves experts, too.
+of `gate_up`, which has up rows alone, [i I, (i + 1) I), if there is no gate; its down rows are rows [i H, (i + 1) H) of `down`. So each packed form serves experts, too.
 A new kernel is one file and one line in `_CANDIDATES`; reference_experts.py is the definition.
 """
 
@@ -47,7 +47,7 @@ class ExpertWeights:
     With expert parallelism these are L of E experts; their sum is this rank's part of the result.
     """
 
-    gate_up: Packed | Tensor  # [L * 2 I, H]
+    gate_up: Packed | Tensor  # [L * 2 I, H], or [L * I, H]
     down: Packed | Tensor  # [L * H, I]
     routing: Routing
     experts: tuple[int, ...] | None = None  # of this rank, in the order of the stack; None: all
@@ -55,7 +55,7 @@ class ExpertWeights:
     activation: ExpertActivation = field(default_factory=ExpertActivation)
     correction_bias: Tensor | None = None  # float32 [E], added to scores for the choice only
     expert_scales: Tensor | None = None  # float32 [E], of the weights of each expert's results
-    gate_up_bias: Tensor | None = None  # [L, 2 I]
+    gate_up_bias: Tensor | None = None  # [L, 2 I], or [L, I]
     down_bias: Tensor | None = None  # [L, H]
 
     @property
@@ -70,6 +70,11 @@ class ExpertWeights:
     @property
     def intermediate_size(self) -> int:
         return self.down.shape[1]
+
+    @property
+    def num_gate_up(self) -> int:
+        """Rows of one expert in `gate_up`."""
+        return (2 if self.activation.has_gate else 1) * self.intermediate_size
 
     def expert_map(self) -> Tensor | None:
         """Each expert's index in the stack, int32 [E], or -1 on another rank; None: all are here."""

@@ -42,11 +42,14 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale to unit root mean square, in float32; the weight multiplies in its own dtype."""
-    wide = x.float()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, groups: int = 1) -> Tensor:
+    """Scale to unit root mean square, in float32; the weight multiplies in its own dtype.
+
+    `groups`: the last dimension has so many parts, each of which is normalised alone.
+    """
+    wide = x.float().unflatten(-1, (groups, -1))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * wide.to(weight.dtype)).to(x.dtype)
+    return (weight * wide.flatten(-2).to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,9 @@ def _limit_to_groups(ranks: Tensor, routing: Routing) -> Tensor:
 
 
 def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
-    """The expert's activation of [rows, 2 I]: [rows, I]."""
+    """The expert's activation of [rows, 2 I], or of [rows, I] without a gate: [rows, I]."""
+    if activation.kind == "relu2":
+        return torch.relu(gate_up).square()
     if activation.interleaved:
         gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
     else:
@@ -128,8 +130,8 @@ class ReferenceMLP(ExpertMLP):
 
     def _expert(self, x: Tensor, index: int) -> Tensor:
         weights = self._weights
-        hidden, inner = weights.hidden_size, weights.intermediate_size
-        gate_up = self._linear(x, weights.gate_up, index * 2 * inner, 2 * inner)
+        hidden, inner = weights.hidden_size, weights.num_gate_up
+        gate_up = self._linear(x, weights.gate_up, index * inner, inner)
         if weights.gate_up_bias is not None:
             gate_up = gate_up + weights.gate_up_bias[index]
         activated = activate(gate_up, weights.activation)

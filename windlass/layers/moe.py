@@ -21,7 +21,7 @@ from windlass.kernels.storages import Held
 from windlass.kernels.token_split import TokenSplit
 from windlass.layers.expert_combine import ExpertCombine, ExpertSpread
 from windlass.layers.linear import Linear, MethodFor
-from windlass.layers.mlp import GatedMLP
+from windlass.layers.mlp import GatedMLP, PlainMLP
 from windlass.layers.norm import RMSNorm
 from windlass.layers.stored import StoredWeight
 from windlass.parallel.mesh import Mesh
@@ -112,6 +112,8 @@ class Experts(nn.Module):
         self._rank = group.rank
         inner = Shard.even(shape.intermediate_size, group)
         first = {"gate_proj": inner, "up_proj": inner}
+        if not shape.activation.has_gate:
+            first = {"up_proj": inner}
         if shape.activation.interleaved:
             first = {"gate_up_proj": Shard.even(2 * shape.intermediate_size, group, unit=2)}
         gate_up = {f"{i}.{part}": shard for i in self._local for part, shard in first.items()}
@@ -217,10 +219,12 @@ class MoE(nn.Module):
         self.combine = ExpertCombine(
             mesh, spread, shape.routing, row_bytes=shape.hidden_size * dtype.itemsize
         )
-        self.shared_expert: GatedMLP | None = None
+        self.shared_expert: GatedMLP | PlainMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if shape.shared_intermediate_size:
-            self.shared_expert = GatedMLP(
+            kind = shape.activation.kind
+            mlp = partial(GatedMLP) if kind != "relu2" else partial(PlainMLP, activation=kind)
+            self.shared_expert = mlp(
                 hidden_size=shape.hidden_size,
                 intermediate_size=shape.shared_intermediate_size,
                 method_for=lambda parts: method_for([f"shared_expert.{part}" for part in parts]),

@@ -28,6 +28,9 @@ class RecurrentShape:
     hidden_size: int
     heads: RecurrentHeads
     norm_eps: float
+    norm_groups: int = (
+        1  # parts of the heads' outputs that are normalised alone; 0: there is no norm
+    )
     conv_bias: bool = True
     proj_bias: bool = False
 

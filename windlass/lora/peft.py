@@ -66,7 +66,7 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
         is_moe = hparams.moe is not None and hparams.moe.layers[layer]
         # A recurrent mixer's projections have no adapters: the input projection is stored fused.
         mixer = {} if hparams.is_recurrent(layer) else attention
-        modules = mixer if is_moe else mixer | mlp
+        modules = mixer if is_moe or not hparams.has_mlp(layer) else mixer | mlp
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}
 

@@ -122,7 +122,8 @@ def open_checkpoint(
         return TransformersCheckpoint(stored, hparams.transformers)
     family = family_of(hparams.architecture)
     if gguf is not None:
-        return mapped(gguf, family.gguf.rules(hparams))
+        own = family.gguf
+        return mapped(mapped(gguf, own.outer_rules(hparams)), own.rules(hparams))
     stored = SafetensorsCheckpoint(files.weights, files.index)
     renamed = mapped(mapped(stored, _scale_rules(stored.names())), file_rules(stored.names()))
     return mapped(mapped(renamed, family.outer_rules(hparams)), family.rules(hparams))

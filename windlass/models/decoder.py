@@ -61,7 +61,7 @@ _RECURRENT: dict[Recurrence, tuple[str, type[Mamba] | type[DeltaNet] | type[Shor
 
 
 class Block(nn.Module):
-    """A decoder layer: attention and MLP, each with a residual addition.
+    """A decoder layer: a mixer and, in most, an MLP, each with a residual addition.
 
     The input is already normalised, and the output is normalised by the next layer's norm, so that
     a kernel can fuse a GEMM with the norm after it.
@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
-        self.mlp = _mlp(index, hparams, parts)
+        self.mlp = _mlp(index, hparams, parts) if hparams.has_mlp(index) else None
         self.layer_scalar: nn.Parameter | None = None
         if hparams.layer_scales:
             scalar = torch.empty(1, dtype=parts.dtype)
@@ -91,7 +91,11 @@ class Block(nn.Module):
         self.per_layer = _per_layer_input(index, hparams, parts)
         self.moe = _moe_beside(index, hparams, parts)
         self.is_parallel = placement == "parallel"
-        if not self.is_parallel or hparams.norm.mlp_norm:
+        if self.mlp is None:
+            assert placement == "pre", placement
+            assert self.layer_scalar is None
+            assert self.per_layer is None
+        elif not self.is_parallel or hparams.norm.mlp_norm:
             self.post_attention_layernorm = norm_of(hparams, parts)
         if placement in ("sandwich", "post"):
             self.pre_feedforward_layernorm = (
@@ -135,6 +139,9 @@ class Block(nn.Module):
             assert isinstance(x, Tensor)
             return self._parallel(x, residual, next_norm, batch, cos_sin, logits_indices)
         adapters = batch.adapters if logits_indices is None else logits_indices.adapters
+        if self.mlp is None:
+            norm = after(None, self._scale, next_norm)
+            return self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
         output_norm, input_norm = self.post_attention_layernorm, self.pre_feedforward_layernorm
         if input_norm is None:
             assert output_norm is not None
@@ -170,6 +177,7 @@ class Block(nn.Module):
         cos_sin: Tensor | None,
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
+        assert self.mlp is not None
         every = batch.all_tokens(x)
         attended = self.mixer.output(every, batch, cos_sin, logits_indices)
         adapters, split = batch.adapters, batch.split
@@ -338,6 +346,7 @@ def _recurrent(index: int, hparams: HParams, parts: Parts, kv_index: int) -> Con
         hidden_size=hparams.hidden_size,
         heads=hparams.recurrent.heads,
         norm_eps=hparams.norm_eps,
+        norm_groups=hparams.recurrent.norm_groups,
         conv_bias=hparams.recurrent.conv_bias,
         proj_bias=hparams.recurrent.proj_bias,
     )

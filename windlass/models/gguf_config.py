@@ -18,7 +18,7 @@ ROPE_FACTORS = {
 }
 # Lists that are not one common value of all layers: the windows, which a family reads, and of M-RoPE.
 _LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
-_KV_HEADS = "attention.head_count_kv"
+_KV_HEADS, _MLP_SIZE = "attention.head_count_kv", ".feed_forward_length"
 
 
 def architecture_of(header: GGUFHeader) -> str:
@@ -101,7 +101,7 @@ def _common_value(key: str, value: Any, header: GGUFHeader) -> Any:
     """The common value of all layers: some writers store one value per layer."""
     if not isinstance(value, list):
         return value
-    if key.endswith(_KV_HEADS):  # layers without attention have none
+    if key.endswith((_KV_HEADS, _MLP_SIZE)):  # layers without attention or MLP have none
         value = [count for count in value if count] or [1]
     if len(set(value)) != 1:
         raise UnsupportedError(

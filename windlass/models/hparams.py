@@ -102,6 +102,7 @@ class RecurrentHParams:
     layers: tuple[bool, ...]  # whether a layer is recurrent; others have attention
     conv_bias: bool = True
     proj_bias: bool = False
+    norm_groups: int = 1  # of Mamba-2: parts that are normalised alone; 0: there is no norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,7 @@ class HParams:
     # If set, attention is MLA, and num_kv_heads and head_dim are those of the latents.
     mla: MLAHParams | None = None
     recurrent: RecurrentHParams | None = None
+    mlp_layers: tuple[bool, ...] = ()  # whether a layer has an MLP; empty: each has
     num_mtp_layers: int = 0  # after the others, for drafting (models/mtp.py)
     dtype: str | None = None  # of the checkpoint: "bfloat16"
     bos_id: int | None = None
@@ -212,6 +214,9 @@ class HParams:
         slides = self.sliding_windows[layer] is not None
         kinds = [window is not None for window in self.sliding_windows[:first]]
         return max(index for index, kind in enumerate(kinds) if kind == slides)
+
+    def has_mlp(self, layer: int) -> bool:
+        return not self.mlp_layers or self.mlp_layers[layer]
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer; None: it does not rotate."""

@@ -55,9 +55,10 @@ FORMS: dict[str, Callable[[int, int, int], Packed | Tensor]] = {
 }
 
 
-def weights_of(gate_up: str, down: str, **changes: object) -> ExpertWeights:
+def weights_of(gate_up: str, down: str, parts: int = 2, **changes: object) -> ExpertWeights:
+    """`parts`: gate and up, or up alone."""
     weights = ExpertWeights(
-        gate_up=FORMS[gate_up](EXPERTS * 2 * INNER, HIDDEN, 1),
+        gate_up=FORMS[gate_up](EXPERTS * parts * INNER, HIDDEN, 1),
         down=FORMS[down](EXPERTS * HIDDEN, INNER, 2),
         routing=ROUTING,
     )
@@ -92,7 +93,8 @@ def definition(
     out = torch.zeros(x.shape)
     for expert in range(EXPERTS):
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        rows = expert_rows(weights.gate_up, expert * 2 * INNER, 2 * INNER)
+        first = weights.num_gate_up
+        rows = expert_rows(weights.gate_up, expert * first, first)
         gate_up = multiply(rows, x[tokens])
         if weights.gate_up_bias is not None:
             gate_up = gate_up + weights.gate_up_bias[expert]
@@ -172,6 +174,13 @@ def test_activations_and_biases(pool: Pool, activation: ExpertActivation) -> Non
         "down_bias": _plain(EXPERTS, HIDDEN, 4, torch.bfloat16),
     }
     check(weights_of("float32", "float32", activation=activation, **biases), pool, 9)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_experts_without_a_gate(pool: Pool, form: str, rows: int) -> None:
+    activation, bias = ExpertActivation(kind="relu2"), _plain(EXPERTS, INNER, 3)
+    check(weights_of(form, form, 1, activation=activation, gate_up_bias=bias), pool, rows)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ def test_norms(ops: NativeOps, rows: int, width: int) -> None:
     torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.parametrize(("rows", "width", "groups"), [(1, 96, 2), (17, 50, 5)])
+def test_norm_of_groups(ops: NativeOps, rows: int, width: int, groups: int) -> None:
+    x, weight = normal(rows, width), normal(width, seed=2)
+    want = reference.rms_norm(x, weight, 1e-5, groups=groups)
+    parts = zip(x.chunk(groups, -1), weight.chunk(groups), strict=True)
+    alone = [torch.nn.functional.rms_norm(part, own.shape, own, 1e-5) for part, own in parts]
+    torch.testing.assert_close(want, torch.cat(alone, -1))
+    got = ops.rms_norm(x, weight, 1e-5, groups=groups)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1536), (17, 50), (65, 1)])
 def test_silu_mul(ops: NativeOps, rows: int, width: int) -> None:
     x = normal(rows, 2 * width) * 30

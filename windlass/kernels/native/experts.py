@@ -20,7 +20,7 @@ from windlass.kernels.native.pool import Pool, Workers
 
 _LARGEST_TILE = 16  # outputs, with AVX-512
 _MAX_EXPERTS = 1024  # kMaxExperts of src/routing.h
-_GATES = {"silu": 0, "gelu_tanh": 1, "clamped": 2}  # Gate of src/activations.h
+_GATES = {"silu": 0, "gelu_tanh": 1, "clamped": 2, "relu2": 3}  # Gate of src/activations.h
 
 
 class _Experts(ctypes.Structure):
@@ -72,7 +72,7 @@ class NativeExperts:
             why = None if isinstance(form, Tensor) else self._linear.refuse(form, device, dtype)
             if why is not None:
                 return why
-        for size in (2 * weights.intermediate_size, weights.hidden_size):
+        for size in (weights.num_gate_up, weights.hidden_size):
             if size % _LARGEST_TILE:
                 return f"{size} outputs of an expert, not a multiple of {_LARGEST_TILE}"
         return _refuse_routing(weights.routing) or self._workers.refuse()

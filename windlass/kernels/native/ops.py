@@ -47,15 +47,15 @@ class NativeOps:
         self.pool.run(call, step)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, groups: int = 1) -> Tensor:
         out = torch.empty_like(x)
-        width = x.shape[-1]
+        size = x.shape[-1]
         call = Call(
             Op.NORM,
-            x.numel() // width,
+            x.numel() // size,
             step_tensors=(x.contiguous(), out),
             model_tensors=(weight,),
-            sizes=(width,),
+            sizes=(size,) if groups == 1 else (size // groups, size, 0, groups),
             scalars=(eps,),
         )
         self.pool.run(call)

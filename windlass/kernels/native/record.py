@@ -320,6 +320,7 @@ def _fuse_norm(calls: list[Recorded]) -> list[Recorded]:
             current.op == Op.LINEAR
             and previous is not None
             and previous.op == Op.NORM
+            and len(previous.call.sizes) == 1  # all columns together
             and previous.buffers[1] is current.buffers[0]
         ):
             x, normed = previous.buffers

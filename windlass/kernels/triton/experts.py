@@ -239,7 +239,7 @@ class TritonMLP(ExpertMLP):
         num_out = stack.num_rows // self._num_local
         num_rows = x.values.shape[0]
         num_pairs = num_rows * top_k if gated else num_rows
-        columns = num_out // 2 if gated else num_out
+        columns = num_out // 2 if gated and activation.has_gate else num_out
         out = torch.empty((num_pairs, columns), dtype=dtype, device=x.values.device)
         rows = max(_MIN_ROWS, tiles.rows)
         prefetched = max(64, _PREFETCH_BYTES // (tiles.count * num_out) // 64 * 64)

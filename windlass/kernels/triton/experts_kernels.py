@@ -3,7 +3,7 @@
 The weight's rows are the long side of a tile, as in skinny.py, so one kernel serves one pair and many.
 Every output is one sum over K, in order, so a row's result depends neither on other rows nor on the
 tiling. The first GEMM has gate and up of a column in one tile, 8 rows apart, so that one thread holds
-both sums and applies the activation; the second one stores a row per pair, which `combine_kernel` adds
+both sums and applies the activation (experts without a gate have up alone); the second one stores a row per pair, which `combine_kernel` adds
 in the order of a token's experts.
 """
 
@@ -18,7 +18,7 @@ from windlass.kernels.triton.experts_inputs import e4m3_scale
 
 @triton.jit
 def _activated(gate, up, KIND: tl.constexpr, alpha, limit):
-    """The expert's activation, in float32."""
+    """The expert's activation, in float32. Without a gate, KIND is relu2."""
     if KIND == "clamped":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
@@ -363,12 +363,15 @@ def _store(
     OUTPUTS: tl.constexpr = acc.shape[0]
     if bias is not None:
         acc += bias.to(tl.float32)[:, None]
-    if GATED:
+    if GATED and KIND == "relu2":
+        positive = tl.maximum(acc, 0.0)
+        acc = positive * positive
+    elif GATED:
         both = tl.reshape(acc, [OUTPUTS // 16, 2, 8, acc.shape[1]])
         gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
         active = _activated(gate, up, KIND, alpha, limit)
         acc = tl.reshape(active, [OUTPUTS // 2, acc.shape[1]])
-    size: tl.constexpr = N // 2 if GATED else N
+    size: tl.constexpr = N // 2 if GATED and KIND != "relu2" else N
     column = tl.program_id(0) * acc.shape[0] + tl.arange(0, acc.shape[0])
     at = out + pair.to(tl.int64)[None, :] * size + column[:, None]
     mask = inside[None, :] & (column < size)[:, None]
@@ -499,7 +502,7 @@ def expert_gemm_kernel(
     if DIVIDED:  # noqa: SIM102 (a constant): a tile is one pair, maybe of another rank
         if expert < 0:
             return
-    rows = expert * N + _weight_rows(N, OUTPUTS, GATED, ORDER)
+    rows = expert * N + _weight_rows(N, OUTPUTS, GATED and KIND != "relu2", ORDER)
     if not GATED:
         if tile_rows is None:
             # A row of 4-bit codes has whole blocks of 128 inputs in half as many bytes.

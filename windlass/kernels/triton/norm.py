@@ -52,14 +52,16 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Row i has the gains of group i % GROUPS."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
-    gain = tl.load(weight + at, mask=mask, other=0.0)
+    gain = tl.load(weight + row % GROUPS * SIZE + at, mask=mask, other=0.0)
     store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
 
 
@@ -158,10 +160,16 @@ def values_and_scales(x: Outputs) -> tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, input_quant: InputQuant | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    input_quant: InputQuant | None = None,
+    *,
+    groups: int = 1,
 ) -> Inputs:
-    """Same contract as `reference.rms_norm`."""
-    size = x.shape[-1]
+    """Same contract as `reference.rms_norm`. Groups are never quantised."""
+    assert groups == 1 or input_quant is None
+    size = x.shape[-1] // groups
     flat = x.reshape(-1, size)
     result, out, out_scales = allocate(flat.shape[0], size, flat, input_quant)
     width = triton.next_power_of_2(size)
@@ -174,6 +182,7 @@ def rms_norm(
         eps,
         SIZE=size,
         WIDTH=width,
+        GROUPS=groups,
         num_warps=_warps(width),
         **pdl.options(),
     )

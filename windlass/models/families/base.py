@@ -49,6 +49,7 @@ class GGUFFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     outer_names: Mapping[str, str] = field(default_factory=dict)
     config: Callable[[Fields, GGUFHeader], dict[str, Any]] = _no_fields
+    outer_rules: Callable[[HParams], Sequence[Rule]] = _no_rules  # applied before `rules`
     rules: Callable[[HParams], Sequence[Rule]] = _no_rules
     # Lists of a value for each layer, which `config` reads; elsewhere the largest value counts.
     layer_lists: tuple[str, ...] = ()

@@ -137,7 +137,7 @@ class RankWork:
                 share = len(experts.down.parts) / experts.routing.num_experts
                 pairs = experts.routing.top_k * share  # of this rank, per token
                 widths.append(pairs * (3 * experts.down.num_in + hidden))
-            if not isinstance(block.mlp, MoE):
+            if block.mlp is not None and not isinstance(block.mlp, MoE):
                 widths.append(3 * block.mlp.down_proj.num_in)
         logits = rows * self.hparams.vocab_size * (self.item_bytes + 4)
         return int(tokens * (2 * hidden + max(widths)) * self.item_bytes) + logits
@@ -253,6 +253,8 @@ class RankWork:
         return Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
 
     def _mlp(self, block: Block, tokens: int, split: bool = False) -> Iterator[Kernel]:
+        if block.mlp is None:
+            return
         yield self.norm(-(-tokens // self.tp) if split else tokens)
         parts = [part for part in (block.mlp, block.moe, block.per_layer) if part is not None]
         for child in chain(*(part.modules() for part in parts)):

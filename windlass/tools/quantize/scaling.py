@@ -71,7 +71,8 @@ def folds_of(block: Block) -> list[Fold]:
     if isinstance(mlp, GatedMLP):
         found += _norm_fold("mlp.gate_up_proj", mlp.gate_up_proj, before)
         return [*found, _gate_fold("mlp.down_proj", mlp.gate_up_proj, mlp.down_proj)]
-    if mlp.shared_expert is not None:
+    assert mlp is not None
+    if isinstance(mlp.shared_expert, GatedMLP):
         shared, name = mlp.shared_expert, "mlp.shared_expert.down_proj"
         found.append(_gate_fold(name, shared.gate_up_proj, shared.down_proj))
     return found + _expert_folds(mlp.get_submodule("experts"))

@@ -111,6 +111,9 @@ void gated(const GateFunction& function, const float* gates, const float* up, in
     return each_gate(gates, up, width, out,
                      [](F32x8 g, F32x8 u) WINDLASS_INLINED { return mul(gelu_tanh(g), u); });
   }
+  if (function.kind == kGateRelu2) {
+    return each_gate(gates, up, width, out, [](F32x8, F32x8 u) WINDLASS_INLINED { return relu2(u); });
+  }
   const float limit = function.limit;
   const F32x8 alpha = splat(function.alpha);
   each_gate(gates, up, width, out, [&](F32x8 g, F32x8 u) WINDLASS_INLINED {

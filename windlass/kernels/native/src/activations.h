@@ -7,8 +7,9 @@
 namespace windlass {
 
 // Functions of a gate and an up output. Clamped: gate * sigmoid(alpha * gate) * (up + 1), with gate
-// limited to `limit` from above and up to [-limit, limit].
-enum Gate : int32_t { kGateSilu = 0, kGateGeluTanh, kGateClamped };
+// limited to `limit` from above and up to [-limit, limit]. Relu2: the square of
+// max(up, 0), whatever the gate.
+enum Gate : int32_t { kGateSilu = 0, kGateGeluTanh, kGateClamped, kGateRelu2 };
 
 struct GateFunction {
   Gate kind;

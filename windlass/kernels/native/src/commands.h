@@ -4,7 +4,7 @@
 //
 //             step_tensors                  model_tensors                  sizes; scalars
 //   embed     out                           table, weight                  width, type, first, count
-//   norm      x, out                        weight                         width, stride, column; eps
+//   norm      x, out                        weight                         width, stride, column, groups; eps
 //   add_norm  x, residual, out              weight                         width; eps
 //   linear    x, y, normed, active, scales  weight, bias, norm             stride, column, flags; eps
 //   quantise  x, out, scales                given scale or null            width
@@ -50,7 +50,7 @@
 // latent reads the last columns of x, writes latents to the pages, and rotates the queries; per_head
 // writes their other features. The layout of its weight: 0 if a row belongs to an input, 1 to an output.
 // norm reads and writes `width` columns from `column` on, of rows that are `stride` apart; a stride of 0 is
-// the width. Sinks and norms may be null; a soft cap of 0 is none.
+// the width. With `groups` it does so for so many parts behind each other, whose weights are, too. Sinks and norms may be null; a soft cap of 0 is none.
 // The order of a sum never depends on the number of rows.
 
 #pragma once

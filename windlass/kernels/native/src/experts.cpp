@@ -218,6 +218,7 @@ Routes find_routes(const Run& run, const WindlassExperts& experts, PromptTokens&
 // Applies the activation to a row of gate_up's outputs.
 void activate(const WindlassExperts& experts, const float* gate_up, int inner, float* out) {
   const GateFunction function{static_cast<Gate>(experts.activation), experts.alpha, experts.limit};
+  if (function.kind == kGateRelu2) return gated(function, gate_up, gate_up, inner, out);
   if (!experts.interleaved) return gated(function, gate_up, gate_up + inner, inner, out);
   constexpr int at_once = 128;
   float gates[at_once], up[at_once];
@@ -257,7 +258,7 @@ bool run_tokens(const Run& run, const WindlassExperts& experts, PromptTokens& pr
                          experts.down_quantised != 0, experts.down_input_scale);
   if (count == 1) gate_up.share_inputs();
   const size_t pairs = routes.tokens.size();
-  const size_t row_bytes = static_cast<size_t>(std::max(2 * inner, hidden)) * sizeof(float);
+  const size_t row_bytes = static_cast<size_t>(std::max(gate_up.outputs(), hidden)) * sizeof(float);
   const size_t panel_bytes = std::max(gate_up.bytes(), down.bytes());
   uint8_t* memory = run.pool.buffer(panel_bytes + pairs * row_bytes);
   if (memory == nullptr) return false;
@@ -268,7 +269,7 @@ bool run_tokens(const Run& run, const WindlassExperts& experts, PromptTokens& pr
   });
   gate_up.multiply(run.pool, memory, experts.gate_up_bias, y);
   down.fill(run.pool, memory, [&](int pair, float* out) {
-    activate(experts, row_of(y, pair, 2 * inner), inner, out);
+    activate(experts, row_of(y, pair, gate_up.outputs()), inner, out);
     return static_cast<const float*>(out);
   });
   down.multiply(run.pool, memory, experts.down_bias, y);

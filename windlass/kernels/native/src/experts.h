@@ -8,7 +8,7 @@ struct WindlassExperts {
   // The expert at index i has rows [i * n, (i + 1) * n) of each weight, a whole number of tiles.
   const WindlassWeight* gate_up;
   const WindlassWeight* down;
-  const float* gate_up_bias;  // [local experts][2 * inner], or null
+  const float* gate_up_bias;  // [local experts][outputs of gate_up], or null
   const float* down_bias;  // [local experts][hidden], or null
   const float* correction_bias;  // [experts], or null: added to scores for the choice only
   const float* expert_scales;  // [experts], or null: of the weights of their results

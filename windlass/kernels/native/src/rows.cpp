@@ -260,10 +260,13 @@ bool run_add_layer_norm(const Run& run) {
 
 bool run_norm(const Run& run) {
   const int width = run.size(0), stride = run.size(1) > 0 ? run.size(1) : width;
-  const int column = run.size(2);
-  run.each_row(width, [&](int row) {
-    rms_norm(row_of(run.step_tensor(0), row, stride) + column, run.model_tensor<float>(0), width,
-             run.command.scalars[0], row_of(run.step_tensor(1), row, stride) + column);
+  const int column = run.size(2), groups = std::max(1, run.size(3));
+  run.each_row(groups * width, [&](int row) {
+    for (int at = 0; at < groups * width; at += width) {
+      rms_norm(row_of(run.step_tensor(0), row, stride) + column + at,
+               run.model_tensor<float>(0) + at, width, run.command.scalars[0],
+               row_of(run.step_tensor(1), row, stride) + column + at);
+    }
   });
   return true;
 }
