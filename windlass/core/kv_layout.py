@@ -82,19 +82,23 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The groups of a model's layers, which take blocks of equal size from one pool."""
+    """The groups of a model's layers, which take blocks of equal size from one pool.
+
+    With `per_layer` of 2, the groups' layers 2 i and 2 i + 1 are what layer i of the model keeps.
+    """
 
     groups: tuple[KVGroup, ...]
     block_size: int
+    per_layer: int = 1
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)
         assert layers == list(range(len(layers))), f"layers {layers}: each is in one group"
 
     @classmethod
-    def of(cls, groups: Iterable[KVGroup], block_size: int) -> KVLayout:
+    def of(cls, groups: Iterable[KVGroup], block_size: int, per_layer: int = 1) -> KVLayout:
         """A layout of these groups, merged by kind and split so that little of each block is unused."""
-        return cls(_split(_merged(groups)), block_size)
+        return cls(_split(_merged(groups)), block_size, per_layer)
 
     @classmethod
     def unsized(cls, block_size: int) -> KVLayout:
@@ -176,16 +180,14 @@ class KVLayout:
 
     def stage(self, layers: range) -> KVLayout:
         """The layout of some layers, numbered from 0, with all groups: block ids are those of all stages."""
-        return KVLayout(
-            tuple(
-                replace(
-                    group,
-                    layers=tuple(layer - layers.start for layer in group.layers if layer in layers),
-                )
-                for group in self.groups
-            ),
-            self.block_size,
+        start, stop = layers.start * self.per_layer, layers.stop * self.per_layer
+        groups = tuple(
+            replace(
+                group, layers=tuple(each - start for each in group.layers if start <= each < stop)
+            )
+            for group in self.groups
         )
+        return replace(self, groups=groups)
 
     def without_windows(self) -> KVLayout:
         """The same layers with every block kept, for readers that look behind the windows."""
@@ -195,7 +197,7 @@ class KVLayout:
             group if group.window is None else replace(group, kind="full", window=None)
             for group in self.groups
         ]
-        return KVLayout.of(kept, self.block_size)
+        return KVLayout.of(kept, self.block_size, self.per_layer)
 
 
 def tokens_in_flight(max_num_batched_tokens: int, num_stages: int) -> int:

@@ -98,30 +98,33 @@ def attention_layout(
     block_size: int,
     dtype: torch.dtype,
     states: Mapping[int, int] | None = None,
+    beside: bool = False,
     layer_heads: Sequence[Heads] = (),
 ) -> KVLayout:
     """The KV layout of attention layers, given the window of each; None: full attention.
 
-    `states`: the layers that have a recurrent state instead, of so many numbers. `layer_heads`: the heads
-    of each layer, if they differ.
+    `states`: the layers that have a recurrent state instead, of so many numbers. With `beside` all layers
+    have both, attention first. `layer_heads`: the heads of each layer, if they differ.
     """
-    states = states or {}
+    states, groups = states or {}, []
     sizes = [(heads.num_kv, heads.dim) for heads in layer_heads]
     sizes = sizes or [(num_kv_heads, dim)] * len(windows)
-    groups = [
-        _state_group(layer, states[layer], dim)
-        if layer in states
-        else KVGroup(
-            kind="full" if window is None else "window",
-            layers=(layer,),
-            page=(2, sizes[layer][0], block_size, sizes[layer][1]),
-            item_bytes=dtype.itemsize,
-            scale_bytes=SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0,
-            window=window,
-        )
-        for layer, window in enumerate(windows)
-    ]
-    return KVLayout.of(groups, block_size)
+    per_layer = 2 if beside else 1
+    for layer, window in enumerate(windows):
+        if beside or layer not in states:
+            attention = KVGroup(
+                kind="full" if window is None else "window",
+                layers=(per_layer * layer,),
+                page=(2, sizes[layer][0], block_size, sizes[layer][1]),
+                item_bytes=dtype.itemsize,
+                scale_bytes=SCALE_DTYPE.itemsize if dtype in MAX_CODE else 0,
+                window=window,
+            )
+            groups.append(attention)
+        if layer in states:
+            at = per_layer * (layer + 1) - 1
+            groups.append(_state_group(at, states[layer], dim))
+    return KVLayout.of(groups, block_size, per_layer)
 
 
 def _state_group(layer: int, num_values: int, align: int) -> KVGroup:

@@ -65,7 +65,7 @@ def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
             mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
         is_moe = hparams.moe is not None and hparams.moe.layers[layer]
         # A recurrent mixer's projections have no adapters: the input projection is stored fused.
-        mixer = {} if hparams.is_recurrent(layer) else attention
+        mixer = attention if hparams.has_attention(layer) else {}
         modules = mixer if is_moe or not hparams.has_mlp(layer) else mixer | mlp
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
     return shapes | {"lm_head": (hparams.vocab_size, hidden)}

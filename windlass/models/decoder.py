@@ -75,11 +75,14 @@ class Block(nn.Module):
         self.input_layernorm = NoNorm() if placement == "post" else norm_of(hparams, parts)
         self.self_attn: Attention | MLA | None = None
         self._recurrent: str | None = None  # the module's name
+        per_layer = hparams.kv_per_layer
+        kv_index = per_layer * (hparams.kv_layer_of(index) - first)
+        if hparams.has_attention(index):
+            self.self_attn = _attention(index, hparams, parts, kv_index)
         if hparams.recurrent is not None and hparams.is_recurrent(index):
             self._recurrent, _ = _RECURRENT[hparams.recurrent.kind]
-            self.add_module(self._recurrent, _recurrent(index, hparams, parts, index - first))
-        else:
-            self.self_attn = _attention(index, hparams, parts, hparams.kv_layer_of(index) - first)
+            state_index = per_layer * (index - first + 1) - 1
+            self.add_module(self._recurrent, _recurrent(index, hparams, parts, state_index))
         self.post_attention_layernorm: RMSNorm | LayerNorm | None = None
         self.pre_feedforward_layernorm: RMSNorm | LayerNorm | NoNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | LayerNorm | None = None
@@ -103,17 +106,17 @@ class Block(nn.Module):
             )
             self.post_feedforward_layernorm = norm_of(hparams, parts)
         if placement in ("pre", "sandwich"):
-            _quantise_for(self.input_layernorm, self.mixer.first_proj)
+            if len(self.mixers) == 1:
+                _quantise_for(self.input_layernorm, self.mixers[0].first_proj)
             if isinstance(self.mlp, GatedMLP):
                 before_mlp = self.pre_feedforward_layernorm or self.post_attention_layernorm
                 _quantise_for(before_mlp, self.mlp.gate_up_proj)
 
     @property
-    def mixer(self) -> AttentionLayer:
-        """The sublayer that mixes tokens."""
-        mixer = self.self_attn if self._recurrent is None else self.get_submodule(self._recurrent)
-        assert isinstance(mixer, AttentionLayer)
-        return mixer
+    def mixers(self) -> list[AttentionLayer]:
+        """The sublayers that mix tokens: attention, a recurrent mixer, or both, whose outputs are added."""
+        found = [] if self._recurrent is None else [self.get_submodule(self._recurrent)]
+        return cast("list[AttentionLayer]", [*filter(None, [self.self_attn]), *found])
 
     @property
     def mixture(self) -> MoE | None:
@@ -141,14 +144,14 @@ class Block(nn.Module):
         adapters = batch.adapters if logits_indices is None else logits_indices.adapters
         if self.mlp is None:
             norm = after(None, self._scale, next_norm)
-            return self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
+            return self._mixed(x, residual, norm, batch, cos_sin, logits_indices)
         output_norm, input_norm = self.post_attention_layernorm, self.pre_feedforward_layernorm
         if input_norm is None:
             assert output_norm is not None
             norm = after(None, self._scale, output_norm)
         else:
             norm = after(output_norm, self._scale, input_norm)
-        x, residual = self.mixer(x, residual, norm, batch, cos_sin, logits_indices)
+        x, residual = self._mixed(x, residual, norm, batch, cos_sin, logits_indices)
         if self.layer_scalar is not None:
             next_norm = ScaledStream(self.layer_scalar, next_norm)
         last = next_norm if self.per_layer is None else NoNorm()
@@ -159,14 +162,36 @@ class Block(nn.Module):
             x, residual = self.mlp(x, residual, last, adapters, split)
         else:
             y = self.moe.beside(self.mlp.output(x, adapters, split), residual, adapters, split)
-            unquantised = adapters is not None or (split is not None and split.is_unquantised(last))
-            x, residual = last.add(y, residual, unquantised)
+            x, residual = last.add(y, residual, _is_unquantised(last, adapters, split))
         if self.per_layer is None:
             return x, residual
         assert layer_inputs is not None
         if logits_indices is not None:
-            layer_inputs = self.mixer.logits_rows(layer_inputs, batch, logits_indices)
+            layer_inputs = self.mixers[0].logits_rows(layer_inputs, batch, logits_indices)
         return self.per_layer(residual, layer_inputs, next_norm, adapters is not None)
+
+    def _mixed(
+        self,
+        x: Inputs,
+        residual: Tensor,
+        norm: Norm,
+        batch: StepBatch,
+        cos_sin: Tensor | None,
+        logits_indices: LogitsIndices | None,
+    ) -> tuple[Inputs, Tensor]:
+        """Add the mixers' outputs to the residual stream and normalise."""
+        first, *others = self.mixers
+        if not others:
+            return first(x, residual, norm, batch, cos_sin, logits_indices)
+        every = batch.all_tokens(x)
+        y = first.output(every, batch, cos_sin, logits_indices)
+        for mixer in others:
+            y = y + mixer.output(every, batch, cos_sin, logits_indices)
+        adapters, split = batch.adapters, batch.split
+        if logits_indices is not None:
+            residual = first.logits_rows(residual, batch, logits_indices)
+            adapters, split = logits_indices.adapters, None
+        return norm.add(y, residual, _is_unquantised(norm, adapters, split))
 
     def _parallel(
         self,
@@ -178,20 +203,25 @@ class Block(nn.Module):
         logits_indices: LogitsIndices | None,
     ) -> tuple[Inputs, Tensor]:
         assert self.mlp is not None
+        (mixer,) = self.mixers
         every = batch.all_tokens(x)
-        attended = self.mixer.output(every, batch, cos_sin, logits_indices)
+        attended = mixer.output(every, batch, cos_sin, logits_indices)
         adapters, split = batch.adapters, batch.split
         if logits_indices is not None:
-            every = self.mixer.ops.gather(every, logits_indices.tokens)
-            residual = self.mixer.logits_rows(residual, batch, logits_indices)
+            every = mixer.ops.gather(every, logits_indices.tokens)
+            residual = mixer.logits_rows(residual, batch, logits_indices)
             adapters, split = logits_indices.adapters, None
         if self.post_attention_layernorm is not None:
             every = self.post_attention_layernorm(residual)
             every = every if split is None else split.gather(every)
         y = attended + self.mlp.output(every, adapters, split)
         norm = after(None, self._scale, next_norm)
-        unquantised = adapters is not None or (split is not None and split.is_unquantised(norm))
-        return norm.add(y, residual, unquantised)
+        return norm.add(y, residual, _is_unquantised(norm, adapters, split))
+
+
+def _is_unquantised(norm: Norm, adapters: AdapterRows | None, split: TokenSplit | None) -> bool:
+    """Whether the step's readers of the norm's result need a tensor."""
+    return adapters is not None or (split is not None and split.is_unquantised(norm))
 
 
 class DecoderModel(nn.Module):
@@ -572,6 +602,7 @@ class Decoder(Network):
             dtype=dtype,
             states=_state_sizes(hparams, mesh),
             layer_heads=[rank_heads(hparams, mesh, layer) for layer in own],
+            beside=hparams.kv_per_layer > 1,
         )
 
     @property

@@ -103,6 +103,9 @@ class RecurrentHParams:
     conv_bias: bool = True
     proj_bias: bool = False
     norm_groups: int = 1  # of Mamba-2: parts that are normalised alone; 0: there is no norm
+    beside_attention: bool = False  # recurrent layers have attention, too; both outputs are added
+    # Factors of the weights of each layer, by the ends of their names, which a family's rules apply.
+    multipliers: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +190,17 @@ class HParams:
         return self.norm.eps
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has a recurrent mixer in place of attention."""
+        """Whether a layer has a recurrent mixer."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        return beside or not self.is_recurrent(layer)
+
+    @property
+    def kv_per_layer(self) -> int:
+        """Entries of each layer in the KV layout: 2 if it has attention and a recurrent state."""
+        return 2 if self.recurrent is not None and self.recurrent.beside_attention else 1
 
     def intermediate_size_of(self, layer: int) -> int:
         """The inner size of a layer's dense MLP."""

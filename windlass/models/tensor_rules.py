@@ -50,6 +50,7 @@ class Rule:
     transposed: bool = False
     add: float = 0.0  # to every value
     log: bool = False  # the file has log(-x) of every value x
+    scale: float = 1.0  # of every value
     stack: int | None = None  # the tensor becomes this index of the first axis of `name`
 
     @property
@@ -63,7 +64,8 @@ class Rule:
 
     @property
     def _changes(self) -> bool:
-        return self.index is not None or self.transposed or self.add != 0.0 or self.log
+        changed = self.index is not None or self.transposed or self.add != 0.0 or self.log
+        return changed or self.scale != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ class MappedCheckpoint:
             tensor = tensor.float() + rule.add
         if rule.log:
             tensor = -tensor.float().exp()
+        if rule.scale != 1.0:
+            tensor = tensor.float() * rule.scale
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"tensor {name} gives a part of shape {list(tensor.shape)}, the network needs "

@@ -14,6 +14,15 @@ from windlass.models.tensor_rules import Rule, split
 _MIXER = "model.layers.*.mamba"
 # As Python and as transformers write infinity to JSON.
 _NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+# Names of norms and MLPs in the files of Bamba and Falcon-H1.
+MAMBA_MLP_NAMES = {
+    "model.final_layernorm": "model.norm",
+    "model.layers.*.pre_ff_layernorm": "model.layers.*.post_attention_layernorm",
+    **{
+        f"model.layers.*.feed_forward.{part}_proj": f"model.layers.*.mlp.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+}
 GGUF_MAMBA_NAMES = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",

@@ -15,12 +15,14 @@ from windlass.models.nearest import nearest
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
+    "BambaForCausalLM": "bamba:BAMBA",
     "Cohere2ForCausalLM": "cohere:COHERE2",
     "CohereForCausalLM": "cohere:COHERE",
     "DeepseekV2ForCausalLM": "deepseek:DEEPSEEK_V2",
     "DeepseekV3ForCausalLM": "deepseek:DEEPSEEK_V3",
     "Exaone4ForCausalLM": "exaone:EXAONE4",
     "ExaoneForCausalLM": "exaone:EXAONE3",
+    "FalconH1ForCausalLM": "falcon_h1:FALCON_H1",
     "Gemma2ForCausalLM": "gemma:GEMMA2",
     "Gemma3ForCausalLM": "gemma:GEMMA3",
     "Gemma3ForConditionalGeneration": "gemma:GEMMA3_WITH_IMAGES",
@@ -81,6 +83,7 @@ _GGUF = {
     "deepseek2": "DeepseekV2ForCausalLM",
     "exaone": "ExaoneForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",

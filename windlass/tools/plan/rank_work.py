@@ -237,7 +237,8 @@ class RankWork:
 
     def attend(self, attention: Attention | MLA, index: int, size: StepSize) -> Kernel:
         """Attention over the KV cache of layer `index`."""
-        group, _ = self.layout.place(self.hparams.kv_layer_of(index))
+        layer = self.layout.per_layer * self.hparams.kv_layer_of(index)
+        group, _ = self.layout.place(layer)
         kept = self.layout.groups[group]
         context = min(size.context, kept.window or size.context)
         token_bytes = kept.layer_bytes / self.layout.block_size
@@ -303,11 +304,11 @@ class RankWork:
 
 
 def _attention_of(block: Block) -> Attention | MLA:
-    attention: object = block.mixer
-    if isinstance(attention, Attention | MLA):
-        return attention
+    *others, last = block.mixers
+    if not others and isinstance(last, Attention | MLA):
+        return last
     raise UnsupportedError(
-        f"layers of {type(attention).__name__} are not part of the model of several GPUs."
+        f"layers of {type(last).__name__} are not part of the model of several GPUs."
     )
 
 
