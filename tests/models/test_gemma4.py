@@ -112,6 +112,19 @@ def test_layers_that_share_keys_and_values_need_no_memory(tmp_path: Path) -> Non
     assert full == 2 * 2 * 4 * 16 * 4
 
 
+def test_pages_of_different_shapes_come_back_from_host_memory(tmp_path: Path) -> None:
+    model = save("E2B", tmp_path)
+    built = make(tmp_path, dtype="float32", num_blocks=36, kv_offload_gb=0.01)
+    other = [[5 + 7 * i % 83 for i in range(30)], [4 + 3 * i % 71 for i in range(29)]]
+    want = [transformers_tokens(model, PROMPTS[0], COUNT)]
+    assert run(built, PROMPTS[:1]) == want
+    for prompt in other:
+        run(built, [prompt])
+    assert run(built, PROMPTS[:1]) == want
+    (tier,) = built.engine.stats().tiers
+    assert tier.num_loads > 0
+
+
 @pytest.mark.skipif(not find_compilers()[0], reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["26B-A4B", "31B", "E2B"])
 def test_the_recorded_program_gives_the_tokens_of_eager_steps(name: str, tmp_path: Path) -> None:
