@@ -263,6 +263,8 @@ def config(**changes: Any) -> dict[str, Any]:
     [
         ({"use_bidirectional_attention": "all"}, UnsupportedError, "this is an embedding model"),
         ({"num_kv_shared_layers": 4}, CheckpointError, "num_kv_shared_layers is 4 of 6 layers"),
+        ({"num_kv_shared_layers": 9}, CheckpointError, "num_kv_shared_layers is 9 of 6 layers"),
+        ({"num_key_value_heads": 4}, CheckpointError, "num_key_value_heads is 4, which does not"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "layer_types has 1 layers"),
         (
             {"per_layer_config": {"2": {"head_dim": 16}, "5": {"head_dim": 32}}},

@@ -83,9 +83,9 @@ def _gemma4(fields: Fields, architecture: str) -> HParams:
     largest = max(kv_heads, key=lambda heads: heads.dim)
     bias = fields.flag("attention_bias", False)
     shared = fields.count("num_kv_shared_layers", 0)
-    own, inner = len(windows) - shared, fields.positive_int("intermediate_size")
+    own, inner = max(0, len(windows) - shared), fields.positive_int("intermediate_size")
     wide = 2 * inner if fields.flag("use_double_wide_mlp", False) else inner
-    _check_shared(fields, windows, shared)
+    _check_shared(fields, windows, own)
     return read_decoder(
         fields.updated(num_key_value_heads=largest.num, head_dim=largest.dim),
         architecture,
@@ -147,6 +147,11 @@ def _kv_heads(fields: Fields, windows: Sequence[int | None]) -> tuple[KVHeads, .
     for layer in range(len(windows)):
         own = Fields(per_layer.get(str(layer)) or {}, f"{fields.source} (per_layer_config {layer})")
         heads = own.positive_int("num_key_value_heads", num)
+        if fields.positive_int("num_attention_heads") % heads:
+            raise CheckpointError(
+                f"{own.source}: num_key_value_heads is {heads}, which does not divide "
+                f"num_attention_heads ({fields.positive_int('num_attention_heads')})."
+            )
         found.append(KVHeads(num=heads, dim=own.positive_int("head_dim", dim)))
     for slides in (True, False):
         kinds = {
@@ -174,11 +179,11 @@ def _rope(fields: Fields, window: int | None, dim: int) -> RopeConfig:
     return RopeConfig.from_hf(Fields(given, fields.source), dim)
 
 
-def _check_shared(fields: Fields, windows: Sequence[int | None], shared: int) -> None:
-    """The layers that share keys and values need one of their type before them."""
-    before = {window is None for window in windows[: len(windows) - shared]}
-    after = {window is None for window in windows[len(windows) - shared :]}
-    if shared and not after <= before:
+def _check_shared(fields: Fields, windows: Sequence[int | None], own: int) -> None:
+    """The layers behind the first `own`, which share keys and values, need one of their type before them."""
+    before, after = ({window is None for window in part} for part in (windows[:own], windows[own:]))
+    if not after <= before:
+        shared = fields.count("num_kv_shared_layers", 0)
         raise CheckpointError(
             f"{fields.source}: num_kv_shared_layers is {shared} of {len(windows)} layers, and a layer of "
             "the same type, whose keys and values they read, is not among the others."
