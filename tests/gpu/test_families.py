@@ -151,6 +151,35 @@ CASES["granite-hybrid"] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_d_conv": 4}
+CASES["lfm2-moe"] = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "num_experts": 16,
+    "num_dense_layers": 1,
+    **EXPERTS,
+}
+CASES["nemotron-h"] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "MEM*EM-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 2,
+    "n_routed_experts": 16,
+    "moe_shared_expert_intermediate_size": 256,
+    **EXPERTS,
+}
+CASES["falcon-h1"] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    **MAMBA,
+    "mamba_d_ssm": 512,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_n_groups": 2,
+    "key_multiplier": 0.5,
+    "ssm_multipliers": [0.9, 1.2, 1.1, 0.75, 1.4],
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * i + j) % 1000 for j in range(3 + 9 * i)] for i in range(10)]
 

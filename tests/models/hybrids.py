@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.comparison import logits_of, make_parts, our_logits
 from tests.models.test_deepseek import COUNT, PROMPTS, run
@@ -103,3 +105,35 @@ def check_llama_cpp(model: torch.nn.Module, path: Path) -> None:
     got = torch.from_numpy(_llama_cpp_logits(path))
     error = (got - want).square().mean().sqrt() / want.std()
     assert error < 0.005, f"relative error {error:.4f}"
+
+
+UNQUANTISED = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight", ".gate.weight")
+
+
+def quantise_fp8(model: torch.nn.Module, folder: Path, skipped: list[str]) -> None:
+    """Quantise the matrices of a checkpoint to fp8 with a scale per row, and give them to the model."""
+    file = folder / "model.safetensors"
+    tensors = dict(load_file(file))
+    ignored, weights = ["lm_head"], model.state_dict()
+    for name, weight in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if weight.ndim != 2 or name.endswith(UNQUANTISED):
+            continue
+        if any(f"{skip}." in name for skip in skipped):
+            ignored.append(module)
+            continue
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale
+        own = name.replace("backbone.", "model.")  # of Nemotron-H in files
+        weights[own].copy_(tensors[name].float() * scale)
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ignored,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": fp8}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))

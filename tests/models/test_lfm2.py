@@ -21,6 +21,7 @@ from tests.models.hybrids import (
     gguf_logits,
     logits_by,
     needs_llama_cpp,
+    quantise_fp8,
 )
 from tests.models.test_dense_gguf import IDS
 from tests.models.tiny import Type
@@ -128,6 +129,18 @@ def test_quantised_projections_run_with_their_packed_weights(tmp_path: Path) -> 
     assert {mixer.in_proj.method.name, mixer.o_proj.method.name} == {"Q8_0"}
     got = logits(made, IDS.tolist())
     torch.testing.assert_close(got, gguf_logits(path), atol=1e-4, rtol=1e-4)
+
+
+def test_formats_of_files_apply_to_the_parts_of_their_modules(tmp_path: Path) -> None:
+    """Modules that the config lists as unquantised have other names here."""
+    model = save("dense", tmp_path)
+    quantise_fp8(model, tmp_path, ["conv.in_proj", "self_attn.out_proj", "feed_forward.w2"])
+    made = loaded(tmp_path, device="cpu", dtype="float32", plain_kernels=True)
+    mixer = made.network.get_submodule("model.layers.0.conv")
+    assert mixer.in_proj.method.name == "float32"
+    assert mixer.o_proj.method.name == "compressed-tensors fp8"
+    got = logits(made, IDS.tolist())
+    torch.testing.assert_close(got, logits_by(model), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["biases", "experts"])

@@ -20,8 +20,11 @@ from tests.models.hybrids import (
     gguf_logits,
     logits_by,
     needs_llama_cpp,
+    quantise_fp8,
 )
+from tests.models.test_dense_gguf import IDS
 from tests.models.tiny import Type
+from tests.quant.folders import loaded, logits
 from tests.quant.ranks import thread_groups
 from windlass.errors import CheckpointError, ShardError, UnsupportedError
 from windlass.lora.peft import linear_shapes
@@ -144,6 +147,18 @@ def test_gguf_gives_the_same_logits(name: str, tmp_path: Path) -> None:
 def test_logits_equal_llama_cpp(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
     check_llama_cpp(model, write(name, tmp_path))
+
+
+def test_formats_of_files_apply_to_the_layers_of_the_network(tmp_path: Path) -> None:
+    """Modules that the config lists as unquantised have other names and numbers here."""
+    model = save("dense", tmp_path)
+    quantise_fp8(model, tmp_path, ["3.mixer.in_proj", "5.mixer.q_proj", "6.mixer.up_proj"])
+    made = loaded(tmp_path, device="cpu", dtype="float32", plain_kernels=True)
+    for layer, name in ((1, "compressed-tensors fp8"), (2, "float32")):
+        mixer = made.network.get_submodule(f"model.layers.{layer}.mamba")
+        assert mixer.in_proj.method.name == name
+    got = logits(made, IDS.tolist())
+    torch.testing.assert_close(got, logits_by(model), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])

@@ -29,6 +29,7 @@ from tests.models.hybrids import (
     gguf_logits,
     logits_by,
     needs_llama_cpp,
+    quantise_fp8,
 )
 from tests.models.test_dense_gguf import IDS
 from tests.models.tiny import Type, write_gguf
@@ -318,42 +319,11 @@ def test_drafting_layers_of_gguf_files_are_not_read(tmp_path: Path) -> None:
     torch.testing.assert_close(gguf_logits(path), want, atol=1e-4, rtol=1e-4)
 
 
-UNQUANTISED = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def quantised(model: torch.nn.Module, folder: Path, skipped: list[str]) -> None:
-    """Quantise the matrices of a checkpoint to fp8 with a scale per row, and give them to the model."""
-    file = folder / "model.safetensors"
-    tensors = dict(load_file(file))
-    ignored, weights = ["lm_head"], model.state_dict()
-    for name, weight in list(tensors.items()):
-        module = name.removesuffix(".weight")
-        if weight.ndim != 2 or name in UNQUANTISED:
-            continue
-        if any(f"{skip}." in name for skip in skipped):
-            ignored.append(module)
-            continue
-        scale = weight.abs().amax(1, keepdim=True) / 448
-        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-        tensors[f"{module}.weight_scale"] = scale
-        weights[name].copy_(tensors[name].float() * scale)
-    save_file(tensors, file)
-    config = json.loads((folder / "config.json").read_text())
-    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "ignore": ignored,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": fp8}},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("name", ["next, dense layers", "3.5"])
 def test_formats_of_files_apply_to_the_parts_of_their_modules(name: str, tmp_path: Path) -> None:
     """Rows of fp8 in groups; modules that the config lists as unquantised have other names here."""
     model = save(name, tmp_path, mlp_only_layers=[0, 1, 2])
-    quantised(model, tmp_path, ["in_proj_ba", "in_proj_a", "in_proj_b"])
+    quantise_fp8(model, tmp_path, ["in_proj_ba", "in_proj_a", "in_proj_b"])
     with torch.inference_mode():
         want = model(IDS[None]).logits[0]
     made = loaded(tmp_path, device="cpu", dtype="float32", plain_kernels=True)

@@ -228,6 +228,18 @@ def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:
     return MappedCheckpoint(checkpoint, rules) if rules else checkpoint
 
 
+def network_modules(module: str, *stages: Sequence[Rule]) -> list[str]:
+    """The network's modules that a module of the file gives, with the rules applied in this order.
+
+    Itself if no rule matches the name of its weight.
+    """
+    names = [f"{module}.weight"]
+    for rules in stages:
+        compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+        names = [target for name in names for target, _ in _targets(name, compiled)]
+    return [name.removesuffix(".weight") for name in names] or [module]
+
+
 def added_when_read(name: str, rules: Sequence[Rule]) -> float:
     """What the rules add to a tensor that a file has under the network's name."""
     return sum(rule.add for rule in rules if rule.add and re.fullmatch(rule.pattern, name))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +14,7 @@ from windlass.models.families.base import Family
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.nearest import nearest
+from windlass.models.tensor_rules import network_modules
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
@@ -153,7 +156,29 @@ def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HPar
         raise CheckpointError(
             f"{source}: num_hidden_layers is {layers}, more than {_MAX_LAYERS}: not a real model."
         )
-    return family_of(architecture).read(Fields(config, source), architecture)
+    family = family_of(architecture)
+    hparams = family.read(Fields(config, source), architecture)
+    if not hparams.quantization:
+        return hparams
+    stages = family.outer_rules(hparams), family.rules(hparams)
+    rename = partial(_renamed, rename=lambda name: network_modules(name, *stages))
+    return replace(hparams, quantization=rename(hparams.quantization))
+
+
+def _renamed(settings: Any, rename: Callable[[str], list[str]]) -> Any:
+    """The settings of a weight format, whose lists name the network's modules, not those of the file.
+
+    Patterns stay as they are.
+    """
+    if isinstance(settings, Mapping):
+        return {key: _renamed(value, rename) for key, value in settings.items()}
+    if not isinstance(settings, (list, tuple)):
+        return settings
+    found: list[Any] = []
+    for each in settings:
+        is_name = isinstance(each, str) and not each.startswith("re:")
+        found += rename(each) if is_name else [_renamed(each, rename)]
+    return found
 
 
 def has_family(config: Mapping[str, Any], source: str) -> bool:
