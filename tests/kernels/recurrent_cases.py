@@ -1,4 +1,5 @@
-"""Compile cases of recurrent layers, with the sizes of Granite 4 H Tiny, Qwen3-Next and LFM2 1.2B."""
+"""Compile cases of recurrent layers, with the sizes of Granite 4 H Tiny, Qwen3-Next, LFM2 1.2B,
+Nemotron Nano 9B v2 and Falcon-H1 1.5B."""
 
 from __future__ import annotations
 
@@ -32,11 +33,19 @@ def _conv(tiles: bool, gated: bool = False) -> tuple:
     return recurrent.causal_conv_kernel, _CONV, constants, {"num_warps": 4 if tiles else 1}
 
 
-def _scan(tiles: bool, pieces: bool) -> tuple:
-    sizes = {"HEADS": 48, "DIM": 64, "GROUPS": 1, "STATE": 128, "SIZE": 1024}
-    flags = {"TILES": tiles, "PIECES": pieces, "FEATURES": mamba._FEATURES}
-    constants = {**sizes, **flags, "TOKENS": mamba._PIECE if tiles else 1}
-    return mamba.selective_scan_kernel, _SCAN, constants, {"num_warps": 4}
+_GRANITE = {"HEADS": 48, "DIM": 64, "GROUPS": 1, "STATE": 128, "SIZE": 1024}
+_NEMOTRON = {"HEADS": 128, "DIM": 80, "GROUPS": 8, "STATE": 128, "SIZE": 4096}
+_FALCON = {"HEADS": 48, "DIM": 64, "GROUPS": 1, "STATE": 256, "SIZE": 2048}
+
+
+def _scan(tiles: bool, pieces: bool, sizes: dict[str, int] = _GRANITE) -> tuple:
+    features, (tokens, warps) = (
+        mamba.features_of(sizes["DIM"]),
+        mamba.piece_and_warps(sizes["STATE"]),
+    )
+    flags = {"TILES": tiles, "PIECES": pieces, "FEATURES": features}
+    constants = {**sizes, **flags, "TOKENS": tokens if tiles else 1}
+    return mamba.selective_scan_kernel, _SCAN, constants, {"num_warps": warps}
 
 
 def _delta(tiles: bool) -> tuple:
@@ -54,6 +63,15 @@ RECURRENT = {
     "selective scan of pieces": _scan(True, True),
     "selective scan, batch-invariant": _scan(True, False),
     "selective scan of single tokens": _scan(False, False),
+    **{
+        f"selective scan of {name}, {what}": _scan(tiles, pieces, sizes)
+        for name, sizes in (("Nemotron Nano 2", _NEMOTRON), ("Falcon-H1", _FALCON))
+        for what, tiles, pieces in (
+            ("pieces", True, True),
+            ("batch-invariant", True, False),
+            ("single tokens", False, False),
+        )
+    },
     "delta rule of rows": _delta(True),
     "delta rule of single tokens": _delta(False),
     "gated norm": (

@@ -5,6 +5,7 @@ The cases run in a separate process, like those of test_interpreted.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,8 @@ pytest.importorskip("triton")
 
 LAYERS = {
     "mamba, small": MambaScan(heads_of(4, 16, 2)),
+    "mamba, 48 features": MambaScan(heads_of(4, 48, 2)),
+    "mamba, large state": MambaScan(replace(heads_of(2, 16, 1), state_size=256)),
     "mamba, large": MambaScan(heads_of(2, 64, 1, conv_size=2)),
     "delta, small": DeltaRule(heads_of(4, 16, 2)),
     "delta, tiled": DeltaRule(heads_of(6, 64, 2, tiled=True)),

@@ -141,7 +141,10 @@ def _native_latent(need: Need) -> str | None:
 def _triton_recurrent(need: Need) -> str | None:
     heads = need.recurrent
     assert heads is not None
-    for size in (heads.dim, heads.state_size):
+    if need.recurrence == "mamba" and heads.dim % _MIN_TRITON_STATE:
+        return f"heads have {heads.dim} features, not a multiple of {_MIN_TRITON_STATE}"
+    sizes = (heads.state_size,) if need.recurrence == "mamba" else (heads.dim, heads.state_size)
+    for size in sizes:
         if size < _MIN_TRITON_STATE or size & (size - 1):
             return f"the sizes of {heads} are not powers of two from {_MIN_TRITON_STATE} on"
     return _triton(need)

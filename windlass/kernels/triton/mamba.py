@@ -6,6 +6,8 @@ rows compute tokens in pieces, as attention whose weights decay.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,8 +18,19 @@ from windlass.kernels.mamba import ScanWeights
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.recurrent import first_token, launches, page, piece, silu, softplus
 
-_PIECE = 32  # tokens that the scan computes together
-_FEATURES = 32  # of a head, that a program of the scan computes
+_PIECE = 32  # tokens that the scan computes together, at most
+_LARGE_STATE = 256  # needs the registers of more warps, for fewer tokens
+_FEATURES = 32  # of a head, at most, that a program of the scan computes
+
+
+def features_of(dim: int) -> int:
+    """The features of a head, a power of two, that a program computes."""
+    return math.gcd(_FEATURES, dim)
+
+
+def piece_and_warps(state_size: int) -> tuple[int, int]:
+    """The tokens that a program computes together, and its warps."""
+    return (_PIECE // 2, 8) if state_size >= _LARGE_STATE else (_PIECE, 4)
 
 
 @triton.jit
@@ -124,7 +137,7 @@ def selective_scan(
     """Same contract as `mamba.selective_scan`."""
     tokens, width = projected.shape
     out = projected.new_empty((tokens, heads.inner))
-    features = min(_FEATURES, heads.dim)
+    features, (piece_tokens, warps) = features_of(heads.dim), piece_and_warps(heads.state_size)
     for rows, tiles in launches(batch):
         pieces = tiles and not batch.batch_invariant
         selective_scan_kernel[(rows.shape[0], heads.inner // features)](
@@ -136,11 +149,11 @@ def selective_scan(
             GROUPS=heads.num_groups,
             STATE=heads.state_size,
             SIZE=state.block_size,
-            TOKENS=_PIECE if tiles else 1,
+            TOKENS=piece_tokens if tiles else 1,
             FEATURES=features,
             TILES=tiles,
             PIECES=pieces,
-            num_warps=4,
+            num_warps=warps,
             **pdl.options(),
         )
     return out
