@@ -156,12 +156,16 @@ async def converse(client: httpx.AsyncClient, user: int, args: argparse.Namespac
 
 
 async def conversations(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The conversations of `--repeat` groups of users, one group after the other."""
+    answers: list[Answer] = []
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         await stream(client, [{"role": "user", "content": "Hi"}], 4)  # the first is slow
         began = time.monotonic()
-        found = await asyncio.gather(*(converse(client, user, args) for user in range(args.users)))
+        for group in range(args.repeat):
+            users = range(group * args.users, (group + 1) * args.users)
+            found = await asyncio.gather(*(converse(client, user, args) for user in users))
+            answers += [each for one in found for each in one]
         seconds = time.monotonic() - began
-    answers = [each for one in found for each in one]
     ttfts = sorted(each.ttft_s for each in answers)
     return {
         "requests": len(answers),

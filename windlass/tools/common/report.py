@@ -95,6 +95,30 @@ COLUMNS: dict[str, Columns] = {
         "jain": "Jain's index",
         "flood_left": "requests of the flood left",
     },
+    "fleet-routing": {
+        "routing": "routing",
+        "requests": "requests",
+        "hit_rate": "cached share of prompt tokens",
+        "ttft_p50_ms/ttft_p99_ms": "TTFT p50 / p99 ms",
+        "output_tok_s": "output tok/s",
+    },
+    "fleet-router": {
+        "replicas": "replicas",
+        "hit_rate_prefix": "cached share, prefix",
+        "hit_rate_round_robin": "cached share, round robin",
+        "choice_ms": "time of a choice ms",
+    },
+    "fleet-scaling": {
+        "replicas": "replicas",
+        "output_tok_s": "output tok/s",
+        "ratio": "ratio",
+    },
+    "fleet-cost": {
+        "part": "part",
+        "request_ms": "CPU ms per request",
+        "token_ms": "CPU ms per frame",
+        "idle_cpu_pct": "% of a core when idle",
+    },
     "fleet-failures": {
         "killed": "killed",
         "kills": "kills",
