@@ -180,7 +180,7 @@ def test_the_older_form_of_a_call_in_a_history() -> None:
     [
         ({"functions": [{"name": "now"}]}, "Use tools."),
         ({"function_call": {"name": "now"}}, "Use tool_choice."),
-        ({"max_tokens": -1}, "must be a whole number >= 1, got -1."),
+        ({"max_tokens": -1}, "must be a whole number >= 0, got -1."),
     ],
 )
 def test_refusals_say_what_to_send_instead(fields: dict[str, Any], text: str) -> None:

@@ -37,8 +37,8 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a module."""
-        return max(weights.down.shape[0] for weights in self.modules.values())
+        """The largest rank of a module; 0: the adapter changes no layer of this stage."""
+        return max((weights.down.shape[0] for weights in self.modules.values()), default=0)
 
     @property
     def num_bytes(self) -> int:
