@@ -180,14 +180,14 @@ class FairShare:
     def max_step_tokens(self, account: TenantAccount) -> int:
         """Tokens of a step up to which `account` may add a prompt to it.
 
-        The limit is the shortest mean prompt of the other tenants: one of their requests that
-        arrives during the step then waits no longer than its own prompt takes. The tenant that was
-        served the least and has the fewest requests has no limit.
+        The limit is half of the shortest mean prompt of the other tenants: one of their requests that
+        arrives during the step then waits half as long for its end as its own prompt takes. The tenant
+        that was served the least and has the fewest requests has no limit.
         """
         shortest = [mean for mean, other in self._shortest if other is not account]
         if not shortest or self._is_lightest(account):
             return 2**31
-        return max(self.min_chunk, int(shortest[0]))
+        return max(self.min_chunk, int(shortest[0] / 2))
 
     def _is_lightest(self, account: TenantAccount) -> bool:
         others = [other for other in self._active if other is not account]
