@@ -49,7 +49,7 @@ X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 FP8 = "*fp8e4nv"
 # Accumulators of 128 rows by 256 dimensions fill the registers; the inner loop does not spill. The
 # threshold spills two words since Triton 3.7.
-MAY_SPILL = {"prefill fp8 256": 256, "threshold": 8}
+MAY_SPILL = {"prefill fp8 256": 256, "threshold": 8, "selective scan of pieces": 16}
 
 DECODE = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
