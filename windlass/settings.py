@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from windlass.errors import ConfigError
 
+AUTO = -1  # for integers: the engine chooses the value and reports the reason
+MAX_TIMEOUT_S = 1e7  # about 115 days; timers cannot wait much longer
 _HIDDEN = "(set)"  # in place of keys and tokens
 
 _UNITS = {
