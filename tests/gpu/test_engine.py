@@ -96,7 +96,9 @@ def test_blocks_behind_a_window_are_not_read(
     freed = [outputs(tmp_path, params, enforce_eager=eager, **few) for eager in (False, True)]
     plain = agreement(outputs(tmp_path, GREEDY, **few), outputs(tmp_path, GREEDY))
     kv_layout = device.kv_layout
-    monkeypatch.setattr(device, "kv_layout", lambda *given: kv_layout(*given).without_windows())
+    monkeypatch.setattr(
+        device, "kv_layout", lambda *args, **kwargs: kv_layout(*args, **kwargs).without_windows()
+    )
     kept = outputs(tmp_path, params)
     assert freed == [kept, kept]
     assert plain >= 0.8
