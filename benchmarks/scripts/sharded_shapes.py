@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from windlass.config import EngineConfig
 from windlass.core.moe import Routing
 from windlass.core.types import Row, SlotId, SlotInit, StepPlan
-from windlass.kernels.attention_options import AttentionOptions
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import KVCache, LayerKV, StepBatch
 from windlass.kernels.experts import ExpertKernels, ExpertWeights
 from windlass.kernels.gemm_io import Inputs, QuantisedInputs
@@ -84,7 +84,8 @@ _NOTES = (
     "or keys and values, and activations that it must read and write; flops: 2 per multiply-add. "
     "predicted_us: the default rates of windlass/tools/plan/kernel_times.py. share: the part of the "
     "weight that a rank has; 'of experts': whole experts. Attention has 2,048 tokens of context; more than "
-    "256 tokens are one prompt. Routing is even and without groups. 16-bit GEMMs are torch's."
+    "256 tokens are one prompt, whose attention includes RoPE and the write to the KV cache. Routing is "
+    "even and without groups. 16-bit GEMMs are torch's."
 )
 
 
@@ -100,6 +101,9 @@ class Settings:
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     dtype: torch.dtype = torch.bfloat16
     max_seconds: float = 240.0
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +440,8 @@ class Cases:
             yield self._attention(attention, tokens)
         if isinstance(attention, MLA) and attention.kv_b_proj is not None:
             for tokens in self._settings.tokens:
-                yield from self._absorbed(attention, attention.kv_b_proj, tokens)
+                if tokens <= HEAD_TOKENS:  # prompts do not absorb it
+                    yield from self._absorbed(attention, attention.kv_b_proj, tokens)
 
     def _rows(self, tokens: int) -> tuple[list[tuple[int, int]], StepSize]:
         context = self._settings.context
@@ -455,9 +460,10 @@ class Cases:
             made = attended(
                 work, attention, rows, copies=copies, settings=settings, kv_dtype=kv_dtype
             )
+            if size.has_prompts:
+                return _prompt_calls(made, attention, tokens, settings)
             heads, batch = attention.heads, made.batch
-            shape = tokens, heads.num_q, heads.dim
-            queries = torch.randn(shape, device=settings.device, dtype=settings.dtype)
+            queries = settings.random(tokens, heads.num_q, heads.dim)
             if isinstance(attention, MLA):
                 run, scale, rank = made.ops.latent_attention, attention.scale, attention.heads.rank
                 return [
@@ -492,16 +498,13 @@ class Cases:
                 weights = [random_latent_weights(attention, settings) for _ in range(copies)]
                 (kv,), batch, ops = made.cache.layers, made.batch, made.ops
 
-                def random(*shape: int) -> Tensor:
-                    return torch.randn(*shape, device=settings.device, dtype=settings.dtype)
-
                 if part == "outputs":
-                    mixed = random(tokens, heads.num_q, heads.rank)
+                    mixed = settings.random(tokens, heads.num_q, heads.rank)
                     return [
                         partial(ops.latent_outputs, mixed, each, batch) for each in weights
                     ], "latent_outputs"
-                q = random(tokens, heads.num_q * heads.query_dim)
-                projected = random(tokens, heads.dim)
+                q = settings.random(tokens, heads.num_q * heads.query_dim)
+                projected = settings.random(tokens, heads.dim)
                 angles = torch.rand(
                     settings.context + tokens, heads.rope_dim, device=settings.device
                 )
@@ -523,13 +526,42 @@ class Cases:
             )
 
 
+def _prompt_calls(
+    made: Attended, attention: Attention | MLA, tokens: int, settings: Settings
+) -> tuple[list[Call], str]:
+    """RoPE, the write to the KV cache and attention of a prompt, with each layer's pages."""
+    if isinstance(attention, MLA):
+        latent = attention.heads
+        weights = random_latent_weights(attention, settings)
+        run = partial(
+            made.ops.attend_latent,
+            settings.random(tokens, latent.dim),
+            settings.random(tokens, latent.num_q * latent.query_dim),
+            latent,
+            weights,
+            cos_sin=torch.rand(tokens, latent.rope_dim, device=settings.device),
+            batch=made.batch,
+            scale=attention.scale,
+        )
+        return [partial(run, kv=kv) for kv in made.cache.layers], "attend_latent"
+    heads = attention.heads
+    attend = partial(
+        made.ops.attend,
+        settings.random(tokens, (heads.num_q + 2 * heads.num_kv) * heads.dim),
+        heads,
+        RopeOptions(torch.rand(tokens, heads.dim, device=settings.device)),
+        batch=made.batch,
+        options=AttentionOptions(scale=heads.dim**-0.5, window=None, soft_cap=None),
+    )
+    return [partial(attend, kv=kv) for kv in made.cache.layers], "attend"
+
+
 def random_latent_weights(attention: MLA, settings: Settings) -> LatentWeights:
     heads = attention.heads
-    shape = heads.num_q, heads.nope_dim + heads.value_dim, heads.rank
-    both = torch.randn(shape, device=settings.device, dtype=settings.dtype) / 16
+    both = settings.random(heads.num_q, heads.nope_dim + heads.value_dim, heads.rank) / 16
     keys, values = both.split([heads.nope_dim, heads.value_dim], dim=1)
     norm = torch.ones(heads.rank, device=settings.device, dtype=settings.dtype)
-    return LatentWeights(norm=norm, eps=1e-6, keys=keys, values=values)
+    return LatentWeights(norm=norm, eps=1e-6, keys=keys, values=values, joint=both)
 
 
 def list_cases(settings: Settings) -> list[Case]:

@@ -23,7 +23,8 @@ from windlass.tools.common.record import Record, read_record
 from windlass.tools.plan.assumption import Assumption
 
 # fp8 blocks: one scale per 128 x 128 weights. experts: all of a layer, with routing and the sum.
-# latent projection: of MLA's queries and outputs. prompts: attention of a prompt's tokens.
+# latent projection: of MLA's queries and outputs. latent prompts: attention of a prompt's tokens to keys
+# and values that a GEMM makes from their latents.
 # small: norms, activations, RoPE, and other kernels that are bound by their launch.
 KernelKind = Literal[
     "bf16",
@@ -38,7 +39,6 @@ KernelKind = Literal[
     "latent attention",
     "8-bit latent attention",
     "latent prompts",
-    "8-bit latent prompts",
     "latent projection",
     "small",
 ]
@@ -89,7 +89,6 @@ DEFAULT_RATES: dict[KernelKind, Rate] = {
     "latent attention": Rate(2.8e12, 90e12, 20e-6),
     "8-bit latent attention": Rate(2.8e12, 80e12, 20e-6),
     "latent prompts": Rate(2.8e12, 200e12, 20e-6),
-    "8-bit latent prompts": Rate(2.8e12, 85e12, 20e-6),
     "latent projection": Rate(2.0e12, 140e12, 3.0e-6),
     "small": Rate(3.5e12, 30e12, 2.0e-6),
 }

@@ -26,12 +26,6 @@ from windlass.tools.plan.kernel_times import Kernel, KernelKind
 
 _NORM_PASSES = 4  # a norm reads and writes the residual stream and its result
 _SAMPLING_KERNELS = 6
-_LATENT: dict[tuple[bool, bool], KernelKind] = {  # by codes in the KV cache, and prompts
-    (False, False): "latent attention",
-    (True, False): "8-bit latent attention",
-    (False, True): "latent prompts",
-    (True, True): "8-bit latent prompts",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,10 @@ class StepSize:
     tokens: int
     rows: int
     context: float  # KV tokens that a token reads, on average
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.tokens > self.rows
 
     @classmethod
     def decode(cls, rows: int, context: int) -> StepSize:
@@ -223,11 +221,10 @@ class RankWork:
                 tokens = after if child is attention.o_proj else size.tokens
                 is_own = child is attention.qkv_proj and _projects_slices(attention)
                 yield self.gemm(child, own if is_own else tokens)
-            elif isinstance(child, AbsorbedWeight):
+            elif isinstance(child, AbsorbedWeight) and not size.has_prompts:
                 yield from [self.absorbed(child, size.tokens)] * 2
-        if isinstance(attention, Attention):  # RoPE and the write to the KV cache
-            qkv = (attention.heads.num_q + 2 * attention.heads.num_kv) * attention.heads.dim
-            yield self._small(size.tokens * qkv, 2)
+        if isinstance(attention, Attention) and not size.has_prompts:  # RoPE and the KV write
+            yield self._small(size.tokens * _num_qkv(attention), 2)
         yield self.attend(attention, index, size)
 
     def absorbed(self, layer: AbsorbedWeight, tokens: int) -> Kernel:
@@ -244,14 +241,31 @@ class RankWork:
         token_bytes = kept.layer_bytes / self.layout.block_size
         # A row's keys and values are read once for all of its tokens.
         read = size.rows * context * token_bytes * (1 if size.tokens == size.rows else 2)
+        has_codes = kept.item_bytes == 1
         if isinstance(attention, MLA):
             latent = attention.heads
+            if size.has_prompts:
+                return self._expanded(attention, size.tokens, context)
             flops = 2 * size.tokens * context * latent.num_q * (latent.dim + latent.rank)
-            is_prompt = size.tokens > size.rows
-            return Kernel(_LATENT[kept.item_bytes == 1, is_prompt], read, flops)
-        kind: KernelKind = "8-bit attention" if kept.item_bytes == 1 else "attention"
+            kind: KernelKind = "8-bit latent attention" if has_codes else "latent attention"
+            return Kernel(kind, read, flops)
+        kind = "8-bit attention" if has_codes else "attention"
         heads = attention.heads
+        if size.has_prompts:  # with RoPE and the KV write
+            read += 2 * size.tokens * _num_qkv(attention) * self.item_bytes
         return Kernel(kind, read, 4 * size.tokens * context * heads.num_q * heads.dim)
+
+    def _expanded(self, attention: MLA, tokens: int, context: float) -> Kernel:
+        """Attention of prompts: a GEMM makes keys and values of all heads from the latents."""
+        heads = attention.heads
+        sizes = heads.num_q * (heads.nope_dim + heads.value_dim)  # keys and values of a token
+        scores = context * heads.num_q * (heads.query_dim + heads.value_dim)
+        num_values = heads.rank * sizes + tokens * (2 * sizes + heads.num_q * heads.query_dim)
+        return Kernel(
+            "latent prompts",
+            num_bytes=num_values * self.item_bytes,
+            num_flops=2 * tokens * (heads.rank * sizes + scores),
+        )
 
     def _mlp(self, block: Block, tokens: int, split: bool = False) -> Iterator[Kernel]:
         if block.mlp is None:
@@ -310,6 +324,11 @@ def _attention_of(block: Block) -> Attention | MLA:
     raise UnsupportedError(
         f"layers of {type(last).__name__} are not part of the model of several GPUs."
     )
+
+
+def _num_qkv(attention: Attention) -> int:
+    """Queries, keys and values of a token."""
+    return (attention.heads.num_q + 2 * attention.heads.num_kv) * attention.heads.dim
 
 
 def _projects_slices(attention: Attention | MLA) -> bool:
