@@ -24,6 +24,7 @@ _NUM_RANKS = 3  # beside rank 0
 def _serve(sessions: Connection) -> None:
     import_torch()
     while (session := sessions.recv()) is not None:
+        sessions.send("received")
         with suppress(SystemExit):  # the rank's error was reported to rank 0
             run_rank(*session)
         del session
@@ -47,6 +48,7 @@ class Pool:
 
     def start(self, index: int, session: Sequence[Any]) -> None:
         self._sessions[index].send(tuple(session))
+        assert self._sessions[index].recv() == "received"
 
     def wait(self, index: int) -> None:
         assert self._sessions[index].recv() == "ended"
@@ -76,16 +78,14 @@ def pooled_ranks() -> Iterator[pytest.MonkeyPatch]:
             for index, end in enumerate(ends):
                 receiver, pipe = multiprocessing.get_context("spawn").Pipe(duplex=False)
                 self._pipes.append(pipe)
-                pool.start(index, self.session(prepare, receiver, end, index))
+                with receiver, end:
+                    pool.start(index, self.session(prepare, receiver, end, index))
                 process = pool.processes[index]
                 self.watch_link(launch._Link(self._near[index], f"rank {index + 1}", process))
-            self._ends = ends  # closed by the garbage collector, when the processes have them
 
-        def close(self, reason: str = "") -> None:
-            if not self._closed:
-                super().close(reason)
-                for index in range(len(self._near)):
-                    pool.wait(index)
+        def end_processes(self) -> None:
+            for index in range(len(self._near)):
+                pool.wait(index)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Ranks", PooledRanks)

@@ -164,9 +164,17 @@ class RankProcesses(ABC):
                 link.shutdown(socket.SHUT_RDWR)
         if self._watcher is not threading.current_thread():
             self._watcher.join(_JOIN_S)
-        _end(self._processes)
+        self.end_processes()
         for link in self._near:
             link.close()
+
+    def end_processes(self) -> None:
+        """Wait for the processes, whose links are closed, and kill those that do not end."""
+        for process in self._processes:
+            if process.is_alive():
+                process.join(0.5)
+                process.kill()
+            process.join(_JOIN_S)
 
     # ---- the watching thread -------------------------------------------------------------------
 
@@ -433,11 +441,3 @@ def _describe_end(link: _Link) -> str:
     if code is not None and code < 0:
         return f"{link.name} was ended by signal {-code}."
     return f"{link.name} ended with exit code {code}; see its log."
-
-
-def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.join(0.5)
-            process.kill()
-        process.join(_JOIN_S)

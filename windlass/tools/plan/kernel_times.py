@@ -88,7 +88,7 @@ DEFAULT_RATES: dict[KernelKind, Rate] = {
     "8-bit attention": Rate(2.8e12, 330e12, 5e-6),
     "latent attention": Rate(2.8e12, 90e12, 20e-6),
     "8-bit latent attention": Rate(2.8e12, 80e12, 20e-6),
-    "latent prompts": Rate(2.8e12, 200e12, 20e-6),
+    "latent prompts": Rate(2.8e12, 480e12, 22e-6),
     "latent projection": Rate(2.0e12, 140e12, 3.0e-6),
     "small": Rate(3.5e12, 30e12, 2.0e-6),
 }
