@@ -29,7 +29,6 @@ from windlass.build_rank import (
     join_peers,
     owners,
     resolve_speculation,
-    tune_garbage_collector,
 )
 from windlass.config import EngineConfig, Limits
 from windlass.core.adapters import Adapters
@@ -40,6 +39,7 @@ from windlass.core.scheduler import Scheduler, SchedulerParts
 from windlass.core.speculation.planner import DraftPlanner, NoDrafts, make_draft_planner
 from windlass.engine import Engine
 from windlass.errors import ConfigError, EngineError
+from windlass.garbage import tune_garbage_collector
 from windlass.machine.topology import CpuSlot
 from windlass.models.card import read_headers
 from windlass.models.hparams import HParams
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 
 _TORCH_SIDE = "windlass.runner.assemble"  # importing it imports torch
 _MEASURED = ("graphs", "activations")
-# Net allocations between two collections. A step with hundreds of rows allocates thousands of
-# objects, and reference counting frees all of them.
-_GC_THRESHOLD = 50_000
 
 
 @dataclass(frozen=True, slots=True)

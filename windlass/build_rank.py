@@ -5,7 +5,6 @@ Every rank of a replica does so at the same time; build.py builds the engine aro
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from windlass.build_peers import Peer, RemotePeers, SharedRings, join_hosts, joi
 from windlass.config import EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.tokenizer import Tokenizer
+from windlass.garbage import tune_garbage_collector
 from windlass.machine.topology import CpuSlot
 from windlass.models.card import load_card, open_checkpoint
 from windlass.models.hparams import HParams
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from windlass.runner.runner import Runner
     from windlass.speculative.runner import SpeculativeRunner
     from windlass.speculative.setup import SpeculationSetup
-
-# Net allocations between two collections. A step with hundreds of rows allocates thousands of
-# objects, and reference counting frees all of them.
-_GC_THRESHOLD = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +317,3 @@ def join_peers(
 
 def owners(runner: Runner | SpeculativeRunner, adapters: AdapterSetup | None) -> list[Owner]:
     return [runner] if adapters is None else [runner, adapters.store]
-
-
-def tune_garbage_collector() -> None:
-    """Exempt the engine's permanent objects from collection, and collect less often."""
-    gc.collect()
-    gc.freeze()
-    first, *others = gc.get_threshold()
-    if 0 < first < _GC_THRESHOLD:
-        gc.set_threshold(_GC_THRESHOLD, *others)

@@ -36,8 +36,9 @@ def test_requests_are_listed_from_their_slot_to_their_end(tmp_path: Path) -> Non
     path = tmp_path / "journal"
     journal = Journal(path)
     for name in ("a", "b", "c"):
-        with journal.adding(add(name)):
-            assert names(path) == [name]
+        journal.adding(add(name))
+        assert names(path) == [name]
+    journal.added()
     assert names(path) == []
     journal.planned(StepPlan([], [admission("a", 0), admission("b", 1)]))
     assert names(path) == ["a", "b"]
@@ -56,8 +57,8 @@ def test_requests_are_listed_from_their_slot_to_their_end(tmp_path: Path) -> Non
 def test_requests_with_a_grammar_are_listed_from_their_arrival(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
-    with journal.adding(add("a", structured_outputs={"regex": "a"})):
-        pass
+    journal.adding(add("a", structured_outputs={"regex": "a"}))
+    journal.added()
     assert names(path) == ["a"]
     journal.ended(["a"])
     assert names(path) == []
@@ -67,8 +68,9 @@ def test_requests_with_a_grammar_are_listed_from_their_arrival(tmp_path: Path) -
 def test_untracked_requests_are_not_listed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
-    with journal.adding(Add(NewRequest("probe", [1], SamplingParams()))):
-        assert names(path) == []
+    journal.adding(add("a"))
+    journal.adding(Add(NewRequest("probe", [1], SamplingParams())))
+    assert names(path) == []
     journal.planned(StepPlan([], [admission("probe", 0)]))
     assert names(path) == []
     journal.close()
@@ -80,8 +82,8 @@ def test_a_missing_or_truncated_file_lists_complete_entries(tmp_path: Path) -> N
     path.write_bytes(b"\x02")
     assert read_journal(path) == frozenset()
     journal = Journal(path)
-    with journal.adding(add("a")):
-        assert names(path) == ["a"]
-        os.truncate(path, 10)
-        assert read_journal(path) == frozenset()
+    journal.adding(add("a"))
+    assert names(path) == ["a"]
+    os.truncate(path, 10)
+    assert read_journal(path) == frozenset()
     journal.close()

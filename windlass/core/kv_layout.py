@@ -169,7 +169,9 @@ class KVLayout:
 
     def max_tokens(self, num_blocks: int, chunk: int, longest: int) -> int:
         """The longest request, up to `longest` tokens, that `num_blocks` blocks hold."""
-        low, high = 0, longest
+        if self.blocks_for(longest, chunk) <= num_blocks:
+            return longest
+        low, high = 0, longest - 1
         while low < high:
             middle = (low + high + 1) // 2
             if self.blocks_for(middle, chunk) <= num_blocks:

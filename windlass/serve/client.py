@@ -710,12 +710,18 @@ class EngineClient(InboxReader):
         return len(self._flights)
 
     @property
+    def _num_remote(self) -> int:
+        """Requests that servers of prompts compute."""
+        if not self.prefill_servers:
+            return 0
+        return sum(isinstance(each.replica, PrefillServer) for each in self._flights.values())
+
+    @property
     def backlog(self) -> Backlog:
         all_backlogs = [each.backlog for each in self.replicas]
         quarantine = self._quarantine
         return Backlog(
-            num_running=sum(each.num_running for each in all_backlogs)
-            + sum(isinstance(each.replica, PrefillServer) for each in self._flights.values()),
+            num_running=sum(each.num_running for each in all_backlogs) + self._num_remote,
             num_waiting=sum(each.num_waiting for each in all_backlogs),
             num_unseen=sum(each.num_unseen for each in all_backlogs)
             + quarantine.num_held

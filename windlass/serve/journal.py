@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from windlass.core.types import SlotId, StepPlan
@@ -36,21 +35,24 @@ class Journal:
         self._fingerprints: dict[str, bytes] = {}
         self._slots: dict[SlotId, str] = {}
         self._grammars: set[str] = set()
+        self._is_adding = False
 
-    @contextmanager
-    def adding(self, add: Add) -> Iterator[None]:
-        """List this request alone while the engine adds it."""
+    def adding(self, add: Add) -> None:
+        """List this request alone while the engine adds it, until the next one or `added`."""
         if not add.fingerprint:
-            yield
+            self.added()
             return
         request_id = add.request.request_id
         self._fingerprints[request_id] = add.fingerprint
         if add.request.sampling.structured_outputs is not None:
             self._grammars.add(request_id)
         self._write([add.fingerprint])
-        try:
-            yield
-        finally:
+        self._is_adding = True
+
+    def added(self) -> None:
+        """List the running requests again, after one or several were added."""
+        if self._is_adding:
+            self._is_adding = False
             self._write(self.running())
 
     def planned(self, plan: StepPlan) -> None:

@@ -82,22 +82,32 @@ def _count_checked_keys(value: Any, what: str, param: str | None = None) -> int:
     level: list[Any] = [value]
     num_keys, depth = 0, 1
     while level:
+        kinds = set(map(type, level))
+        if int in kinds:
+            _check_integers(level, kinds, what, param)
         inner: list[Any] = []
-        for item in level:
-            kind = type(item)
-            if kind is list or kind is dict:
-                if depth > limits.MAX_DEPTH:
-                    raise _too_deep(what, param)
-                num_keys += len(item) if kind is dict else 0
-                inner += item.values() if kind is dict else item
-            elif kind is int and not _MIN_INT <= item <= _MAX_INT:
-                raise RequestError(
-                    f"{what} has an integer that does not fit 64 bits: integers must be at least "
-                    "-2**63 and less than 2**64.",
-                    param,
-                )
+        if list in kinds or dict in kinds:
+            if depth > limits.MAX_DEPTH:
+                raise _too_deep(what, param)
+            for item in level:
+                if type(item) is list:
+                    inner += item
+                elif type(item) is dict:
+                    num_keys += len(item)
+                    inner += item.values()
         level, depth = inner, depth + 1
     return num_keys
+
+
+def _check_integers(level: list[Any], kinds: set[type], what: str, param: str | None) -> None:
+    """Check the integers among values of some types. A prompt of token ids has thousands."""
+    integers = level if kinds == {int} else [each for each in level if type(each) is int]
+    if min(integers) < _MIN_INT or max(integers) > _MAX_INT:
+        raise RequestError(
+            f"{what} has an integer that does not fit 64 bits: integers must be at least "
+            "-2**63 and less than 2**64.",
+            param,
+        )
 
 
 def _too_deep(what: str, param: str | None = None) -> RequestError:

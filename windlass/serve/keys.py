@@ -30,7 +30,7 @@ _OPEN_PATHS = frozenset(
         *("/openapi.json", "/docs", "/docs/docs.css", "/docs/docs.js", "/docs/icon.svg"),
     }
 )
-_KEY_HEADERS = ("x-api-key", "api-key")  # Anthropic's and Azure's
+_KEY_HEADERS = (b"x-api-key", b"api-key")  # Anthropic's and Azure's
 BATCH_OWNER = "windlass.batch_owner"  # scope key: the name of the tenant that made the batch
 BATCH_KEY_ID = "batch"
 _MAX_FILE_BYTES = 64 * 2**10
@@ -240,12 +240,11 @@ def _read_keys(path: str, flag: str) -> list[str]:
 
 def given_key(request: Request) -> bytes | None:
     """The key in the Authorization header, or in that of other APIs, valid or not."""
-    header = request.headers.get("authorization", "")
-    scheme, _, given = header.partition(" ")
-    if scheme.lower() != "bearer":
-        given = next((key for name in _KEY_HEADERS if (key := request.headers.get(name))), "")
-    # Starlette decodes headers as Latin-1; keys are UTF-8.
-    return given.strip().encode("latin-1") or None
+    headers = dict(reversed(request.scope["headers"]))  # of equal names, the first
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = next((key for name in _KEY_HEADERS if (key := headers.get(name))), b"")
+    return given.strip() or None
 
 
 def _key_name(key: bytes) -> str:

@@ -166,11 +166,21 @@ class _EngineLoop:
         is_moving = self._loading or self._engine.is_handing_over
         idle_ms = _LOADING_POLL_MS if is_moving else _IDLE_POLL_MS
         is_busy = self._engine.has_work or self._engine.capture_next()
-        if not self._socket.poll(0 if is_busy else idle_ms):
-            return
-        while self._socket.poll(0):
-            for message in messages.decode_to_engine(self._socket.recv()):
+        if not is_busy:
+            self._socket.poll(idle_ms)
+        while (frame := self._next_frame()) is not None:
+            for message in messages.decode_to_engine(frame):
+                if not isinstance(message, messages.Add):
+                    self._journal.added()
                 self._handle(message)
+        self._journal.added()
+
+    def _next_frame(self) -> bytes | None:
+        """A frame that has arrived; None: there is none."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
 
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
@@ -209,8 +219,8 @@ class _EngineLoop:
         self._num_adds += 1
         request = add.request
         try:
-            with self._journal.adding(add):
-                self._engine.add(request, add.handed)
+            self._journal.adding(add)
+            self._engine.add(request, add.handed)
         except Exception as error:  # an error of one request must not end the others
             self._refuse(request.request_id, error)
 

@@ -82,6 +82,7 @@ class EngineProcess:
         self._handle = handle
         self._journal = launch.journal
         self._loop = asyncio.get_running_loop()
+        self._outgoing: list[messages.ToEngine] = []
         self._dead = asyncio.Event()
         self._exit_code: int | None = None
         self._ready: asyncio.Future[EngineReport] = self._loop.create_future()
@@ -165,8 +166,19 @@ class EngineProcess:
         return read_journal(self._journal)
 
     def send(self, *batch: messages.ToEngine) -> None:
-        """Send without waiting; admission control bounds the queue to the engine."""
-        sent = asyncio.ensure_future(self._socket.send(messages.encode(batch), zmq.NOBLOCK))
+        """Send without waiting, with all other messages of this turn of the event loop.
+
+        Admission control bounds the queue to the engine.
+        """
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing += batch
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if self._socket.closed:
+            return
+        sent = asyncio.ensure_future(self._socket.send(messages.encode(outgoing), zmq.NOBLOCK))
         # Sending fails only when the engine process is dead, which `ended` notices.
         sent.add_done_callback(lambda future: future.exception())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.errors import WorkerDied
+from windlass.garbage import tune_garbage_collector
 from windlass.serve.app import create_app
 from windlass.serve.descriptors import connection_cap
 from windlass.serve.fallback_chain import FallbackEngine
@@ -136,6 +137,7 @@ class Server:
         if self._workers is not None:
             choices += await self._start_workers(self._workers, ends)
         if not any(end.done() for end in ends):
+            tune_garbage_collector()
             report = replace(report, choices=choices)
             on_ready(report, url_of(self._services.config, self._listener))
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

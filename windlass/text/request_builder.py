@@ -7,7 +7,7 @@ calls the slow methods in threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,9 +221,9 @@ class RequestBuilder:
         unique = dict.fromkeys(tuple(ids) for ids in encoded if ids)
         return replace(sampling, bad_token_ids=tuple(unique))
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
-        if bad is not None:
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            bad = next(token for token in ids if not 0 <= token < self._vocab_size)
             raise RequestError(
                 f"{name} has the token id {bad}; this model's ids go from 0 to "
                 f"{self._vocab_size - 1}.",

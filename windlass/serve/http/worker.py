@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from windlass.child_process import die_with_parent, ignore_signals
 from windlass.core.card import ModelCard
+from windlass.garbage import tune_garbage_collector
 from windlass.serve.acceptor import Accept
 from windlass.serve.app import create_app
 from windlass.serve.event_loop import run_loop
@@ -117,6 +118,7 @@ class _Worker:
         )
         self._metrics.watch_connections(server.connections)
         serving = await server.start()
+        tune_garbage_collector()
         tasks = [
             asyncio.create_task(server.connections.sweep_forever()),
             asyncio.create_task(self._report_forever()),
