@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from inspect import signature
+
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +24,8 @@ from windlass.serve.live_config import LiveConfig
 from windlass.serve.problems import problem_of, problem_of_status
 from windlass.serve.response import ClientDisconnected
 
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
 
 def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
     """Create the application with the endpoints of `router`. The engine need not be running yet."""
@@ -31,11 +38,10 @@ def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
     )
     app.root_path = config.root_path  # as an argument it is deprecated
     app.include_router(router)
-    app.add_exception_handler(EngineError, _engine_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _disconnected)
-    app.add_exception_handler(ClientDisconnected, _disconnected)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _internal_error)
+    app.add_middleware(_PlainPosts, endpoints=_plain_posts(router, config.root_path))
     if services.keys.are_needed:
         app.add_middleware(
             KeyGuard,
@@ -46,6 +52,38 @@ def create_app(services: GenerationServices, router: APIRouter) -> FastAPI:
     app.add_middleware(_Cors, live=live)
     app.add_middleware(HostGuard, config=live)
     return app
+
+
+def _plain_posts(router: APIRouter, root_path: str) -> dict[str, _Endpoint]:
+    """The endpoints of POST requests that take nothing but the request, by path."""
+    return {
+        root_path + route.path: route.endpoint
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        and route.methods == {"POST"}
+        and list(signature(route.endpoint).parameters) == ["request"]
+    }
+
+
+class _PlainPosts:
+    """Middleware that calls endpoints directly: FastAPI's routing takes a third of a short request's time."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, _Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._direct = ExceptionMiddleware(self._call, handlers=_HANDLERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_plain = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"] in self._endpoints
+        )
+        await (self._direct if is_plain else self._app)(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoints[scope["path"]](Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class _Cors:
@@ -106,3 +144,11 @@ async def _disconnected(_request: Request, _error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     problem = problem_of_status(500, f"an internal error: {type(error).__name__}.")
     return problem.response(request.url.path)
+
+
+_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    EngineError: _engine_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _disconnected,
+    ClientDisconnected: _disconnected,
+}

@@ -7,7 +7,7 @@ common to them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
@@ -260,7 +260,7 @@ class Generation:
                 changes["cache_salt"] = tenant.cache_salt(body.cache_salt)
             exchange = Exchange(
                 request=request,
-                body=body.model_copy(update=changes),
+                body=_changed(body, changes),
                 make_format=call.make_format,
                 ticket=ticket,
                 sender=sender,
@@ -399,6 +399,13 @@ class Generation:
         summary.temperature, summary.top_p = sampling.temperature, sampling.top_p
         summary.num_prompt = sum(len(prompt.tokens) for prompt in prepared.prompts)
         return prepared
+
+
+def _changed(body: GenerationBody, changes: Mapping[str, object]) -> GenerationBody:
+    """The body with these fields; itself if it has them already. An empty value is as good as none."""
+    if all((getattr(body, name) or None) == (value or None) for name, value in changes.items()):
+        return body
+    return body.model_copy(update=changes)
 
 
 def _model_of(prepared: Prepared, card: ModelCard) -> str:

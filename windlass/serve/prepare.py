@@ -131,12 +131,16 @@ class Preparer:
         self._template = template
         self._output_format = output_format or choose_format("", AUTO, AUTO)
         self._config = config
+        self._last_builder: tuple[EngineReport, RequestBuilder] | None = None  # of which report
         self._trusts_templates = config.value.trust_request_chat_template
         _ = card.tokenizer.max_token_chars  # reads the whole vocabulary: now, not in a request
         SamplingParams(**card.default_sampling)  # bad defaults are found at start
 
     def _builder(self, report: EngineReport) -> RequestBuilder:
-        return RequestBuilder(self._card, report)
+        last = self._last_builder
+        if last is None or last[0] is not report:
+            last = self._last_builder = report, RequestBuilder(self._card, report)
+        return last[1]
 
     def adapter_of(self, name: str | None, tenant: Tenant = NO_TENANT) -> str:
         """The adapter that a request's `model` names; "" for the base model.
