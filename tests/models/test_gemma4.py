@@ -154,6 +154,17 @@ def test_old_and_new_configs_agree(tmp_path: Path) -> None:
     assert [heads.dim for heads in read_hparams(new).layer_kv_heads] == [8, 8, 16] * 2
 
 
+def test_a_config_whose_layers_have_equal_heads(tmp_path: Path) -> None:
+    """transformers writes an empty per_layer_config then, which is not an absent one."""
+    model = save_tiny("Gemma4", {**DENSE, "global_head_dim": 8}, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["per_layer_config"] == {}
+    assert {heads.dim for heads in read_hparams(written).layer_kv_heads} == {8}
+    with torch.inference_mode():
+        want = model(IDS[None]).logits[0]
+    torch.testing.assert_close(our_logits(tmp_path, IDS.tolist(), [37]), want, atol=1e-4, rtol=1e-4)
+
+
 def test_the_text_model_of_a_model_with_images(tmp_path: Path) -> None:
     """Its tensors have a prefix, and others are skipped, also keys and values that nothing reads."""
     model = save("E2B", tmp_path)
@@ -271,7 +282,16 @@ def config(**changes: Any) -> dict[str, Any]:
             UnsupportedError,
             "layers of the same type have different heads",
         ),
-        ({**EXPERTS, "hidden_activation": "silu"}, UnsupportedError, "hidden_activation is silu"),
+        (
+            {**EXPERTS, "hidden_activation": "silu"},
+            UnsupportedError,
+            "activation silu is not supported for the experts of Gemma4ForCausalLM, only gelu_tanh",
+        ),
+        (
+            {"per_layer_config": {"2": {"head_dim": 16, "sliding_window": 4}}},
+            UnsupportedError,
+            r"per_layer_config 2\): sliding_window cannot differ between layers",
+        ),
     ],
 )
 def test_unsupported_variants_are_refused_by_name(

@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "maverick": MAVERICK,
     "listed layers": {**SCOUT, "moe_layers": [0, 3], "no_rope_layers": [1, 0, 1, 1, 0]},
     "without growth": {**SCOUT, "attn_temperature_tuning": False, "attention_chunk_size": 100},
+    "without experts": {**SCOUT, "moe_layers": [], "tie_word_embeddings": True},
     "full attention": {**SCOUT, "layer_types": ["full_attention"] * 5, "attention_bias": True},
 }
 
@@ -148,6 +149,13 @@ def test_experts_that_are_stored_apart(tmp_path: Path) -> None:
 
 def config(**changes: Any) -> dict[str, Any]:
     return {**TINY, **SCOUT, "architectures": ["Llama4ForCausalLM"], **changes}
+
+
+def test_old_configs_have_a_number_for_the_growth_of_scores() -> None:
+    for found, grows in ((4, True), (0, False)):
+        assert bool(read_hparams(config(attn_temperature_tuning=found)).unrotated_growth) is grows
+    without = config(num_local_experts=0, moe_layers=[], interleave_moe_layer_step=0)
+    assert read_hparams(without).moe is None
 
 
 def test_weight_formats_name_the_modules_of_the_network() -> None:

@@ -245,6 +245,16 @@ def moe_config(**changes: Any) -> dict[str, Any]:
         ({"num_experts": None}, CheckpointError, "'num_experts' is missing"),
         ({"moe_intermediate_size": 0}, CheckpointError, "moe_intermediate_size is 0"),
         ({"hidden_act": "tanh"}, UnsupportedError, "hidden_act 'tanh' is not supported"),
+        (
+            {"hidden_act": "gelu"},
+            UnsupportedError,
+            "activation gelu is not supported for the experts of Qwen3MoeForCausalLM, only silu",
+        ),
+        (
+            {"per_layer_config": {"0": {"num_key_value_heads": 1}}},
+            UnsupportedError,
+            "per_layer_config, settings that differ between layers",
+        ),
         ({"rope_scaling": {"type": "spiral", "factor": 2}}, UnsupportedError, "'spiral'"),
         ({"architectures": ["Qwen3MoForCausalLM"]}, UnsupportedError, "closest name is Qwen3Moe"),
     ],

@@ -212,7 +212,7 @@ def test_bad_configs_are_refused_by_name(
     [
         ({"moe_latent_size": 24}, "moe_latent_size 24 is not supported"),
         ({"n_shared_experts": 2}, "n_shared_experts is 2"),
-        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported with experts"),
+        ({"mlp_hidden_act": "silu"}, "activation silu is not supported for the experts of"),
         ({"mlp_bias": True}, "mlp_bias is not supported with experts"),
     ],
 )

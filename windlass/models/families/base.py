@@ -91,6 +91,11 @@ def read_decoder(
             f"{fields.source}: num_attention_heads ({heads}) is not a multiple of "
             f"num_key_value_heads ({kv_heads})."
         )
+    if fields.mapping("per_layer_config") and "layer_kv_heads" not in known:
+        raise UnsupportedError(
+            f"{fields.source}: per_layer_config, settings that differ between layers, is not supported for "
+            f"{architecture}."
+        )
     rope = known.pop("rope", None) or RopeConfig.from_hf(fields, dim)
     common: dict[str, Any] = {
         "intermediate_size": fields.positive_int("intermediate_size"),

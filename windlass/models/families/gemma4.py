@@ -140,12 +140,18 @@ def _kv_heads(fields: Fields, windows: Sequence[int | None]) -> tuple[KVHeads, .
     if fields.flag("attention_k_eq_v", False):
         overrides["num_key_value_heads"] = fields.positive_int("num_global_key_value_heads", num)
     per_layer = fields.mapping("per_layer_config")
-    if not per_layer:
+    if "per_layer_config" not in fields:
         full = [str(layer) for layer, window in enumerate(windows) if window is None]
         per_layer = dict.fromkeys(full, overrides)
-    found = []
+    settings, found = Fields(per_layer, f"{fields.source} (per_layer_config)"), []
     for layer in range(len(windows)):
-        own = Fields(per_layer.get(str(layer)) or {}, f"{fields.source} (per_layer_config {layer})")
+        given = settings.mapping(str(layer))
+        own = Fields(given, f"{fields.source} (per_layer_config {layer})")
+        if others := sorted(given.keys() - overrides.keys()):
+            raise UnsupportedError(
+                f"{own.source}: {', '.join(others)} cannot differ between layers, only "
+                f"{' and '.join(overrides)}."
+            )
         heads = own.positive_int("num_key_value_heads", num)
         if fields.positive_int("num_attention_heads") % heads:
             raise CheckpointError(
@@ -193,12 +199,6 @@ def _check_shared(fields: Fields, windows: Sequence[int | None], own: int) -> No
 def _moe(fields: Fields, layers: int) -> MoEHParams | None:
     if not fields.flag("enable_moe_block", False):
         return None
-    kind = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
-    if kind != "gelu_tanh":
-        raise UnsupportedError(
-            f"{fields.source}: hidden_activation is {kind}; experts of Gemma 4 support gelu_pytorch_tanh "
-            "only."
-        )
     return MoEHParams(
         routing=read_routing(fields, "top_k_experts", normalised=True),
         intermediate_size=fields.positive_int("moe_intermediate_size"),

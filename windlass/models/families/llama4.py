@@ -80,14 +80,21 @@ def _chunks(fields: Fields, rotates: Sequence[bool]) -> tuple[int | None, ...]:
 
 
 def _growth(fields: Fields) -> GrowthHParams | None:
-    if not fields.flag("attn_temperature_tuning", True):
+    name = "attn_temperature_tuning"
+    found = fields.present(name).get(name, True)
+    if isinstance(found, int):  # a number in the first published configs, where all but 0 mean true
+        fields = fields.updated(**{name: bool(found)})
+    if not fields.flag(name, True):
         return None
     return GrowthHParams(
         beta=fields.number("attn_scale", 0.1), length=fields.positive_int("floor_scale", _CHUNK)
     )
 
 
-def _moe(fields: Fields) -> MoEHParams:
+def _moe(fields: Fields) -> MoEHParams | None:
+    layers = _moe_layers(fields)
+    if not any(layers):
+        return None
     # One expert's weight after normalisation is 1; its score scales its input instead.
     routing = read_routing(fields, normalised=True)
     if routing.top_k != 1:
@@ -99,7 +106,7 @@ def _moe(fields: Fields) -> MoEHParams:
     return MoEHParams(
         routing=routing,
         intermediate_size=inner,
-        layers=_moe_layers(fields),
+        layers=layers,
         shared_intermediate_size=inner,
         scales_inputs=True,
     )
@@ -109,9 +116,9 @@ def _moe_layers(fields: Fields) -> tuple[bool, ...]:
     """The layers in moe_layers; without it every `interleave_moe_layer_step`th."""
     layers = range(fields.positive_int("num_hidden_layers"))
     listed = fields.sequence("moe_layers")
-    step = fields.positive_int("interleave_moe_layer_step", 1)
     if listed is not None:
         return tuple(layer in listed for layer in layers)
+    step = fields.positive_int("interleave_moe_layer_step", 1)
     return tuple((layer + 1) % step == 0 for layer in layers)
 
 
@@ -129,20 +136,19 @@ def _rules(hparams: HParams) -> Sequence[Rule]:
     return [
         Rule(pattern=rf"{moved}\.router\.(\w+)", name=r"\1.mlp.gate.\2"),
         Rule(pattern=rf"{moved}\.((?!router\.|experts\.\D).*\.\w+)", name=r"\1.mlp.\2"),
-        *_expert_rules(hparams, moved),
+        *([] if hparams.moe is None else _expert_rules(hparams.moe, moved)),
     ]
 
 
-def _expert_rules(hparams: HParams, moved: str) -> Iterator[Rule]:
+def _expert_rules(moe: MoEHParams, moved: str) -> Iterator[Rule]:
     """Split the stacks [experts, inputs, outputs], whose names end without `weight`."""
-    assert hparams.moe is not None
-    inner = hparams.moe.intermediate_size
+    inner = moe.intermediate_size
     rows = {
         "gate_proj": Rows(0, inner, 2 * inner),
         "up_proj": Rows(inner, 2 * inner, 2 * inner),
         "down_proj": None,
     }
-    for expert in range(hparams.moe.routing.num_experts):
+    for expert in range(moe.routing.num_experts):
         for part, taken in rows.items():
             stack = "down_proj" if taken is None else "gate_up_proj"
             yield Rule(

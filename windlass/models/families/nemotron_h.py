@@ -56,7 +56,6 @@ def _nemotron_h(fields: Fields, architecture: str) -> HParams:
     layers = _layers(fields)
     head_dim = next((n for n in ("head_dim", "attention_head_dim") if n in fields), "head_dim")
     bias, count = fields.flag("attention_bias", False), len(layers)
-    function = activation(fields, "mlp_hidden_act", "relu2")
     eps = "layer_norm_epsilon" if "layer_norm_epsilon" in fields else "rms_norm_eps"
     has_moe = any(layer.mlp == "E" for layer in layers)
     if has_moe:  # files without dense layers may lack the field
@@ -68,14 +67,14 @@ def _nemotron_h(fields: Fields, architecture: str) -> HParams:
         architecture,
         head_dim=fields.positive_int(head_dim, 128),
         norm=NormHParams(eps=fields.number(eps, 1e-5)),
-        activation=function,
+        activation=activation(fields, "mlp_hidden_act", "relu2"),
         gated_mlp=False,
         mlp_bias=fields.flag("mlp_bias", False),
         qkv_bias=bias,
         o_bias=bias,
         layer_ropes=(None,) * count,
         mlp_layers=tuple(bool(layer.mlp) for layer in layers),
-        moe=_moe(fields, layers, function) if has_moe else None,
+        moe=_moe(fields, layers) if has_moe else None,
         recurrent=_mamba(fields, layers) if any(each.mixer == "M" for each in layers) else None,
     )
 
@@ -111,11 +110,7 @@ def _layers(fields: Fields) -> list[_Layer]:
     return layers
 
 
-def _moe(fields: Fields, layers: list[_Layer], function: str) -> MoEHParams:
-    if function != "relu2":
-        raise UnsupportedError(
-            f"{fields.source}: mlp_hidden_act {function!r} is not supported with experts, only relu2."
-        )
+def _moe(fields: Fields, layers: list[_Layer]) -> MoEHParams:
     if "moe_latent_size" in fields:
         raise UnsupportedError(
             f"{fields.source}: moe_latent_size {fields.positive_int('moe_latent_size')} is not "

@@ -158,11 +158,23 @@ def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HPar
         )
     family = family_of(architecture)
     hparams = family.read(Fields(config, source), architecture)
+    _check_experts(hparams)
     if not hparams.quantization:
         return hparams
     stages = family.outer_rules(hparams), family.rules(hparams)
     rename = partial(_renamed, rename=lambda name: network_modules(name, *stages))
     return replace(hparams, quantization=rename(hparams.quantization))
+
+
+def _check_experts(hparams: HParams) -> None:
+    """Refuse an activation that the experts do not compute."""
+    if hparams.moe is None or (kind := hparams.moe.activation.kind) == "clamped":
+        return
+    if kind != hparams.activation:
+        raise UnsupportedError(
+            f"{hparams.source}: the activation {hparams.activation} is not supported for the experts of "
+            f"{hparams.architecture}, only {kind}."
+        )
 
 
 def _renamed(settings: Any, rename: Callable[[str], list[str]]) -> Any:
