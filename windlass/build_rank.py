@@ -189,7 +189,12 @@ def _open_adapters(config: EngineConfig, source: Source, weights: Loaded) -> Ada
 
     free = free_bytes(weights.parts.device)
     return open_adapters(
-        config, source.hparams, network=weights.network, gemm=weights.gemm, free=free
+        config,
+        source.hparams,
+        network=weights.network,
+        parts=weights.parts,
+        gemm=weights.gemm,
+        free=free,
     )
 
 

@@ -113,7 +113,14 @@ class Parts:
         self.network = loaded.network
         limits = config.limits(loaded.parts.device.type)
         self.runner = make_runner(config, hparams, loaded, limits).runner
-        self.bank = Bank(self.network, hparams, max(1, len(adapters)), max_rank, lora_dtype)
+        self.bank = Bank(
+            self.network,
+            hparams,
+            loaded.parts,
+            num_slots=max(1, len(adapters)),
+            max_rank=max_rank,
+            dtype=lora_dtype,
+        )
         by_name = {adapter.name: adapter for adapter in adapters}
         self.runner.attach_adapters(self.bank, by_name.__getitem__)
         self.options = StepOptions()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 
 CONFIG: dict[str, Any] = {

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.lora.folders import write_adapter, write_model
+from tests.lora.folders import lora_tensors, write_adapter, write_model
 from tests.system.server import serving
 from windlass.config import ServeConfig
 from windlass.errors import AdapterConflict, CheckpointError, ConfigError, WorkerDied
@@ -180,7 +180,8 @@ def test_unload_lets_running_requests_finish(adapter_server: AdapterServer) -> N
 def test_hostile_pattern_is_rejected_while_other_requests_run(
     adapter_server: AdapterServer,
 ) -> None:
-    folder = write_adapter(adapter_server.root / "hostile", targets=r"(.*)*(.*)*(.*)*x")
+    pattern, folder = r"(.*)*(.*)*(.*)*x", adapter_server.root / "hostile"
+    write_adapter(folder, targets=pattern, tensors=lora_tensors())
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(adapter_server.load("hostile", folder)))
     thread.start()

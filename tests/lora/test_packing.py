@@ -18,6 +18,7 @@ from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora import packing, start
 from windlass.lora.base import LoraWeights
 from windlass.lora.codes import quantise
+from windlass.lora.modules import AdaptedModules
 from windlass.lora.packing import Target, to_array, write, write_reference
 from windlass.lora.peft import AdapterFolder
 from windlass.lora.stored import Array, StoredWeights
@@ -160,7 +161,7 @@ def test_stored_arrays_equal_the_file(tmp_path: Path) -> None:
     for i, name in enumerate(tensors):
         tensors[name] = tensors[name].to(dtypes[i % 4])
     folder = write_adapter(tmp_path / "a", tensors=tensors, lora_alpha=6)
-    found = AdapterFolder(folder, SPEC, 8).stored("a")
+    found = AdapterFolder(folder, AdaptedModules(SPEC), 8).stored("a")
     assert found.file == str(folder / "adapter_model.safetensors")
     assert len(found.modules) == 14
     for module, change in found.modules.items():
@@ -173,7 +174,7 @@ def test_stored_arrays_equal_the_file(tmp_path: Path) -> None:
 def test_file_changed_during_read_is_rejected(tmp_path: Path) -> None:
     file = write_adapter(tmp_path / "a") / "adapter_model.safetensors"
     whole = file.read_bytes()
-    found = AdapterFolder(file.parent, SPEC, 8)
+    found = AdapterFolder(file.parent, AdaptedModules(SPEC), 8)
     file.write_bytes(whole[: len(whole) // 2])  # access to a mapping would kill the process
     words = f"was truncated while it was read: {len(whole) // 2} bytes are left"
     with pytest.raises(CheckpointError, match=words):
@@ -190,7 +191,7 @@ def test_copy_of_the_base_head_is_not_read(tmp_path: Path) -> None:
     tensors = lora_tensors(targets=["lm_head"])
     copy = {"base_model.model.lm_head.base_layer.weight": torch.zeros(97, 64)}
     folder = write_adapter(tmp_path / "a", targets=["lm_head"], tensors=tensors | copy)
-    (change,) = AdapterFolder(folder, SPEC, 8).stored("a").modules.values()
+    (change,) = AdapterFolder(folder, AdaptedModules(SPEC), 8).stored("a").modules.values()
     memory = change.down.base
     while memory.base is not None:
         memory = memory.base
@@ -199,7 +200,7 @@ def test_copy_of_the_base_head_is_not_read(tmp_path: Path) -> None:
 
 def test_integer_weights_are_rejected(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {name: one.int() for name, one in lora_tensors().items()}
-    folder = AdapterFolder(write_adapter(tmp_path / "a", tensors=tensors), SPEC, 8)
+    folder = AdapterFolder(write_adapter(tmp_path / "a", tensors=tensors), AdaptedModules(SPEC), 8)
     for read in (folder.stored, folder.read):
         with pytest.raises(UnsupportedError, match=r"stored as i32; adapter weights must"):
             read("a")
@@ -207,7 +208,9 @@ def test_integer_weights_are_rejected(tmp_path: Path) -> None:
 
 def test_other_float_types_are_converted(tmp_path: Path) -> None:
     tensors = {name: one.to(torch.float8_e4m3fn) for name, one in lora_tensors().items()}
-    found = AdapterFolder(write_adapter(tmp_path / "a", tensors=tensors), SPEC, 8).stored("a")
+    found = AdapterFolder(
+        write_adapter(tmp_path / "a", tensors=tensors), AdaptedModules(SPEC), 8
+    ).stored("a")
     for module, change in found.modules.items():
         expected: Array = tensors[f"base_model.model.{module}.lora_A.weight"].float().numpy()
         assert np.array_equal(change.down, expected)

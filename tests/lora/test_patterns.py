@@ -12,8 +12,9 @@ import pytest
 from tests.lora.folders import ALL, SPEC, write_adapter
 from windlass.errors import CheckpointError
 from windlass.lora import patterns
+from windlass.lora.modules import linear_shapes
 from windlass.lora.patterns import MatchError, match_names, suffix_pattern
-from windlass.lora.peft import linear_shapes, read_adapter
+from windlass.lora.peft import read_adapter
 
 NAMES = list(linear_shapes(SPEC))
 HOSTILE = r"(.*)*(.*)*(.*)*x"  # exponential time

@@ -24,7 +24,7 @@ from windlass.config import EngineConfig
 from windlass.errors import UnsupportedError
 from windlass.kernels.native.compiler import find_compilers
 from windlass.layers.linear import Linear
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
 

@@ -26,7 +26,7 @@ from tests.models.hybrids import (
 from windlass.cli.model_report import examine
 from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.network import kv_layout
 

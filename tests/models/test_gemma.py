@@ -18,7 +18,7 @@ from windlass import LLM, SamplingParams
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig, ModelConfig
 from windlass.errors import UnsupportedError
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.tools.plan import select_quantization

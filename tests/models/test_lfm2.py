@@ -30,7 +30,7 @@ from tests.runner.test_windows import make
 from windlass.cli.model_report import examine
 from windlass.config import EngineConfig
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint
 

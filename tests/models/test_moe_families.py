@@ -17,7 +17,7 @@ from tests.models.test_networks import CASES
 from tests.models.tiny import TOKENIZER, write_gguf
 from tests.runner.test_windows import make, transformers_tokens
 from windlass.errors import CheckpointError, UnsupportedError
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.checkpoint import SafetensorsCheckpoint
 from windlass.models.families.registry import family_of, read_hparams
 from windlass.models.gguf_file import GGUFCheckpoint

@@ -27,7 +27,7 @@ from tests.models.tiny import Type
 from tests.quant.folders import loaded, logits
 from tests.quant.ranks import thread_groups
 from windlass.errors import CheckpointError, ShardError, UnsupportedError
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.families.registry import read_hparams
 from windlass.parallel.mesh import Mesh
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.models import tiny
+from tests.models.comparison import make_parts
 from tests.models.tiny import write_gguf
 from tests.quant import packers, test_compressed_tensors, test_files
 from tests.quant.blocks import weights_of
@@ -515,7 +516,8 @@ def test_adapter_slots_have_local_sizes(plain: Path) -> None:
     network = make(FakeGroup(1, 2))
     load(network, checkpoint, CPU)
     config = EngineConfig.of(model=str(plain)).model
-    Bank(network, load_hparams(resolve(config), config), num_slots=1, max_rank=4)
+    hparams = load_hparams(resolve(config), config)
+    Bank(network, hparams, make_parts(hparams), num_slots=1, max_rank=4)
     attention = network.model.layers[0].self_attn
     assert attention.qkv_proj.lora.stacks.sizes == (256, 128, 128)
     assert attention.o_proj.lora.stacks.down.shape == (2, 1, 4, 256)

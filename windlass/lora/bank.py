@@ -18,14 +18,13 @@ from windlass.kernels.lora import Lora, LoraDelta, LoraKernel, ReferenceLora, St
 from windlass.kernels.ops import Ops
 from windlass.kernels.storages import Held, held
 from windlass.layers.linear import Linear
-from windlass.layers.norm import RMSNorm
 from windlass.lora.base import Adapter, LoraWeights
 from windlass.lora.packing import as_stored, compiled_code, target_of, write
 from windlass.lora.pinned import allocate, pin
 from windlass.lora.stored import StoredAdapter, StoredWeights, not_finite
 from windlass.lora_config import LoraDType
 from windlass.models.hparams import HParams
-from windlass.models.network import Network
+from windlass.models.network import Network, Parts
 from windlass.quant.shard import Shard
 
 
@@ -103,10 +102,13 @@ class Bank:
         self,
         network: Network,
         hparams: HParams,
+        parts: Parts,
+        *,
         num_slots: int,
         max_rank: int,
         dtype: LoraDType = "auto",
     ) -> None:
+        """`parts`: of the network."""
         compiled_code()  # compile now, not when the first adapter is read
         self.num_slots = num_slots
         self.max_rank = max_rank
@@ -115,11 +117,10 @@ class Bank:
         self._layers: list[Stacks] = []
         self._layouts: dict[int, _SlotLayout] = {}  # by slot, of its latest adapter
         self._locations: dict[str, _ModuleLocation] = {}
-        norm = _norm(network)
-        self._device = norm.weight.device
-        self._dtype = _slot_dtype(norm, dtype)
+        self._device = parts.device
+        self._dtype = slot_dtype(parts, dtype)
         self._copy_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
-        self._kernel = kernel = _kernel(norm.ops)
+        self._kernel = kernel = _kernel(parts.ops)
         linears = [(path, m) for path, m in network.named_modules() if isinstance(m, Linear)]
         # Ranks of all layers share one tensor, so that `put` sends them in one copy; so do scales.
         shape = (num_slots + 1, sum(len(layer.parts) for _, layer in linears))
@@ -132,9 +133,7 @@ class Bank:
             columns = slice(first, first + len(layer.parts))
             scales = None if self._scales is None else self._scales[:, columns]
             sizes = tuple(layer.parts.values())
-            by_output = kernel.by_output(
-                self._dtype, norm.weight.dtype, max_rank=max_rank, sizes=sizes
-            )
+            by_output = kernel.by_output(self._dtype, parts.dtype, max_rank=max_rank, sizes=sizes)
             stacks = self._stacks(
                 layer, self._ranks[:, columns], scales=scales, by_output=by_output
             )
@@ -339,26 +338,22 @@ class Bank:
         )
 
 
-def slot_bytes(network: Network, max_rank: int, dtype: LoraDType) -> int:
-    """Bytes of one slot's matrices."""
+def slot_bytes(network: Network, max_rank: int, dtype: torch.dtype) -> int:
+    """Bytes of one slot's matrices of `slot_dtype`."""
     linears = [module for module in network.modules() if isinstance(module, Linear)]
     values = sum(len(layer.parts) * layer.num_in + sum(layer.parts.values()) for layer in linears)
-    return values * max_rank * _slot_dtype(_norm(network), dtype).itemsize
+    return values * max_rank * dtype.itemsize
 
 
-def _norm(network: Network) -> RMSNorm:
-    return next(module for module in network.modules() if isinstance(module, RMSNorm))
-
-
-def _slot_dtype(norm: RMSNorm, dtype: LoraDType) -> torch.dtype:
-    return norm.weight.dtype if dtype == "auto" else torch.int8
+def slot_dtype(parts: Parts, dtype: LoraDType) -> torch.dtype:
+    return parts.dtype if dtype == "auto" else torch.int8
 
 
 def _module_names(path: str, layer: Linear) -> Iterator[str]:
-    """The checkpoint's names of a layer's parts. A tied head is named lm_head too."""
-    parent = path.rpartition(".")[0]
+    """The names of a layer's parts. A tied head is named lm_head too."""
+    parent, dot, _ = path.rpartition(".")
     for part in layer.parts:
-        yield f"{parent}.{part}" if len(layer.parts) > 1 else path
+        yield path if "." in part else f"{parent}{dot}{part}"
 
 
 def _kernel(ops: Ops) -> LoraKernel:

@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.errors import CheckpointError, UnsupportedError
 from windlass.lora.base import Adapter, LoraWeights
+from windlass.lora.modules import AdaptedModules, rows_of
 from windlass.lora.open_below import Opener
 from windlass.lora.peft_config import PeftConfig
 from windlass.lora.stored import (
@@ -51,48 +52,6 @@ _DTYPES = {
 }
 
 
-def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
-    """(out, in) of every module that an adapter can change."""
-    hidden = hparams.hidden_size
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer in range(hparams.num_layers):
-        attention, intermediate = (
-            _attention_shapes(hparams, layer),
-            hparams.intermediate_size_of(layer),
-        )
-        mlp = {"mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (hidden, intermediate)}
-        if hparams.gated_mlp:
-            mlp = {"mlp.gate_proj": (intermediate, hidden), **mlp}
-        is_moe = hparams.moe is not None and hparams.moe.layers[layer]
-        # A recurrent mixer's projections have no adapters: the input projection is stored fused.
-        mixer = attention if hparams.has_attention(layer) else {}
-        modules = mixer if is_moe or not hparams.has_mlp(layer) else mixer | mlp
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in modules.items()}
-    return shapes | {"lm_head": (hparams.vocab_size, hidden)}
-
-
-def _attention_shapes(hparams: HParams, layer: int) -> dict[str, tuple[int, int]]:
-    hidden = hparams.hidden_size
-    if hparams.mla is None:
-        kv_heads = hparams.kv_heads_of(layer)
-        q, kv = hparams.num_heads * kv_heads.dim, kv_heads.num * kv_heads.dim
-        shapes = {"q_proj": (2 * q if hparams.attention_gates else q, hidden)}
-        # An adapter of a k_proj that gives keys and values would change both; the network has them apart.
-        gives_both = hparams.keys_are_values and hparams.sliding_windows[layer] is None
-        if hparams.kv_layer_of(layer) == layer and not gives_both:
-            shapes |= {"k_proj": (kv, hidden), "v_proj": (kv, hidden)}
-        shapes["o_proj"] = (hidden, q)
-    else:  # kv_b_proj is absorbed, so adapters cannot change it
-        heads, rank = hparams.mla.heads, hparams.mla.q_rank
-        q = heads.num_q * heads.query_dim
-        shapes = {"q_proj": (q, hidden)}
-        if rank is not None:
-            shapes = {"q_a_proj": (rank, hidden), "q_b_proj": (q, rank)}
-        shapes["kv_a_proj_with_mqa"] = (heads.dim, hidden)
-        shapes["o_proj"] = (hidden, heads.num_q * heads.value_dim)
-    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
-
-
 class AdapterFolder:
     """An adapter on disk. The constructor checks config and header against the model.
 
@@ -100,16 +59,18 @@ class AdapterFolder:
     """
 
     def __init__(
-        self, folder: Path, hparams: HParams, max_rank: int, opener: Opener | None = None
+        self, folder: Path, modules: AdaptedModules, max_rank: int, opener: Opener | None = None
     ) -> None:
         self._weights = folder / WEIGHTS
         self._opener = opener
         self.version = version_of(folder / CONFIG, self._weights, opener=opener)
         self.config = PeftConfig.read(_existing(folder, CONFIG, opener), opener)
         self._stored = read_header(_existing(folder, WEIGHTS, opener), opener)
-        self._shapes = linear_shapes(hparams)
-        self._modules = self.config.resolve(self._shapes)
+        self._adapted = modules
         self._tensors = self._group_tensors()
+        self._check_known()
+        self._expected = modules.alike(self._tensors)
+        self._modules = self.config.resolve(self._expected)
         for module, pair in self._tensors.items():
             self._check_module(module)
             self._check_shapes(module, pair, max_rank)
@@ -150,7 +111,7 @@ class AdapterFolder:
         parts = _BASE_COPY.fullmatch(name)
         if parts is None:
             return False
-        stored, shape = self._stored[name].shape, self._shapes.get(parts[1])
+        stored, shape = self._stored[name].shape, self._adapted.shape(parts[1])
         if shape is not None and tuple(stored) != shape:
             raise CheckpointError(
                 f"{self._weights}: tensor {name} has shape {list(stored)}, this model's weight "
@@ -158,12 +119,23 @@ class AdapterFolder:
             )
         return shape is not None
 
+    def _check_known(self) -> None:
+        """Check that every module is one of the model, and that no two are the same."""
+        found: dict[str, str] = {}
+        for module in self._tensors:
+            parts = self._adapted.parts(module)
+            if not parts:
+                raise CheckpointError(
+                    f"{self._weights}: the adapter changes {module}, which is not a linear layer of "
+                    f"this model.{self._trained_on()}"
+                )
+            for part in parts:
+                if (other := found.setdefault(part.module, module)) != module:
+                    raise CheckpointError(
+                        f"{self._weights}: modules {other} and {module} are both {part.module}."
+                    )
+
     def _check_module(self, module: str) -> None:
-        if module not in self._shapes:
-            raise CheckpointError(
-                f"{self._weights}: the adapter changes {module}, which is not a linear layer of "
-                f"this model.{self._trained_on()}"
-            )
         if module not in self._modules.targeted:
             raise CheckpointError(
                 f"{self._weights}: contains tensors of {module}, which is not in the target_modules "
@@ -181,23 +153,25 @@ class AdapterFolder:
                 f"{self.config.file}: {module} has rank {rank}, above the engine's maximum of "
                 f"{max_rank}. {advice}."
             )
-        num_out, num_in = self._shapes[module]
-        for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+        shape = self._adapted.shape(module)
+        assert shape is not None
+        num_out, num_in = shape
+        for letter, needed in (("A", (rank, num_in)), ("B", (num_out, rank))):
             stored = self._stored[pair[letter]].shape
-            if tuple(stored) != shape:
+            if tuple(stored) != needed:
                 why = f"The adapter is for another base model.{self._trained_on()}"
-                if len(stored) == 2 and stored[letter == "A"] == shape[letter == "A"]:
+                if len(stored) == 2 and stored[letter == "A"] == needed[letter == "A"]:
                     why = f"The ranks in {self.config.file.name} do not match the weights."
                 raise CheckpointError(
                     f"{self._weights}: lora_{letter} of {module} has shape {list(stored)}; with "
                     f"rank {rank} and the model's weight of {[num_out, num_in]} it must be "
-                    f"{list(shape)}. {why}"
+                    f"{list(needed)}. {why}"
                 )
 
     def _check_complete(self) -> None:
         missing = [
             module
-            for module in self._shapes
+            for module in self._expected
             if module in self._modules.targeted and module not in self._tensors
         ]
         if missing:
@@ -216,12 +190,13 @@ class AdapterFolder:
         for each, array in arrays.items():
             if self._stored[each].format not in TYPES:
                 arrays[each] = self._tensor(each, array).float().numpy()
-        modules = {
-            module: StoredWeights(
-                arrays[pair["A"]], arrays[pair["B"]], self._modules.scalings[module]
-            )
-            for module, pair in self._tensors.items()
-        }
+        modules: dict[str, StoredWeights] = {}
+        for module, pair in self._tensors.items():
+            scaling, up = self._modules.scalings[module], arrays[pair["B"]]
+            for part in self._adapted.parts(module):
+                modules[part.module] = StoredWeights(
+                    arrays[pair["A"]], rows_of(part, up), scaling * part.factor
+                )
         self._check_unchanged()
         return StoredAdapter(name, modules, str(self._weights))
 
@@ -249,7 +224,8 @@ class AdapterFolder:
             scaled = up * self._modules.scalings[module]
             if not (_finite(down) and _finite(scaled)):
                 raise not_finite(str(self._weights), module)
-            yield module, LoraWeights(down, scaled)
+            for part in self._adapted.parts(module):
+                yield part.module, LoraWeights(down, rows_of(part, scaled) * part.factor)
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         """A copy of a stored tensor."""
@@ -303,4 +279,4 @@ def _content(folder: Path, opener: Opener | None) -> list[str]:
 
 def read_adapter(folder: Path, name: str, hparams: HParams, max_rank: int) -> Adapter:
     """Read an adapter's folder for a model. Raises if the adapter does not fit the model."""
-    return AdapterFolder(folder, hparams, max_rank).read(name)
+    return AdapterFolder(folder, AdaptedModules(hparams), max_rank).read(name)

@@ -16,13 +16,13 @@ from windlass.kernels.batch import AdapterRows
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.lora import Lora
 from windlass.layers.linear import Linear
-from windlass.lora.bank import Bank, slot_bytes
+from windlass.lora.bank import Bank, slot_bytes, slot_dtype
 from windlass.lora.locate import locate
 from windlass.lora.packing import compiled_code
 from windlass.lora.store import AdapterStore
 from windlass.lora_config import LoraConfig
 from windlass.models.hparams import HParams
-from windlass.models.network import Network
+from windlass.models.network import Network, Parts
 
 _MAX_TUNED_ROWS = 64  # row counts up to this one get a measured choice of GEMM
 
@@ -37,7 +37,13 @@ class AdapterSetup:
 
 
 def open_adapters(
-    config: EngineConfig, hparams: HParams, network: Network, gemm: TorchGemm, free: int
+    config: EngineConfig,
+    hparams: HParams,
+    *,
+    network: Network,
+    parts: Parts,
+    gemm: TorchGemm,
+    free: int,
 ) -> AdapterSetup:
     """Allocate the slots and check the adapters that the config names, without reading weights.
 
@@ -49,10 +55,11 @@ def open_adapters(
             "no adapters. Merge the adapter into the model's weights, and serve the result."
         )
     lora = config.lora
-    _check_memory(lora, network, free)
+    _check_memory(lora, network, slot_dtype(parts, lora.lora_dtype), free)
     bank = Bank(
         network,
         hparams,
+        parts,
         num_slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
         dtype=lora.lora_dtype,
@@ -80,9 +87,9 @@ def open_adapters(
     return AdapterSetup(bank, store, choice)
 
 
-def _check_memory(lora: LoraConfig, network: Network, free: int) -> None:
+def _check_memory(lora: LoraConfig, network: Network, dtype: torch.dtype, free: int) -> None:
     """Raise if the slots do not fit: the system's OOM killer would give no reason."""
-    need = (lora.max_loras + 1) * slot_bytes(network, lora.max_lora_rank, lora.lora_dtype)
+    need = (lora.max_loras + 1) * slot_bytes(network, lora.max_lora_rank, dtype)
     if need > free:
         advice = "" if lora.lora_dtype == "int8" else ", or set --lora-dtype int8"
         raise ConfigError(

@@ -19,6 +19,7 @@ from windlass.core.types import AdapterSize
 from windlass.errors import AdapterConflict, AdapterNotFound, CheckpointError, EngineError
 from windlass.kernels.storages import Held
 from windlass.lora.base import Adapter
+from windlass.lora.modules import AdaptedModules
 from windlass.lora.open_below import Opener, open_below
 from windlass.lora.peft import CONFIG, WEIGHTS, AdapterFolder
 from windlass.lora.stored import StoredAdapter, Version, version_of
@@ -55,7 +56,7 @@ class AdapterStore:
         on_many_hosts: bool = False,
     ) -> None:
         """`on_many_hosts`: the times of files do not count for `version`, which differ between copies."""
-        self._hparams = hparams
+        self._modules = AdaptedModules(hparams)
         self._max_rank = max_rank
         self._max_host = max_host
         self._pack = pack
@@ -91,7 +92,7 @@ class AdapterStore:
 
     def check_folder(self, folder: Path) -> None:
         """Check config and header without reading weights. Raises if the adapter does not fit."""
-        AdapterFolder(folder, self._hparams, self._max_rank)
+        AdapterFolder(folder, self._modules, self._max_rank)
 
     def unregister(self, name: str) -> None:
         """Remove a name and its weights. The result of a pending read is dropped."""
@@ -238,7 +239,7 @@ class AdapterStore:
     ) -> tuple[Adapter, Version]:
         """Read an adapter in a reader thread. Every failure becomes an EngineError."""
         try:
-            found = AdapterFolder(folder, self._hparams, max_rank=self._max_rank, opener=opener)
+            found = AdapterFolder(folder, self._modules, max_rank=self._max_rank, opener=opener)
             if known not in (None, found.version):
                 raise CheckpointError(
                     f"{folder}: changed since it was first read, and cached prefixes may depend on "

@@ -104,8 +104,9 @@ class RecurrentHParams:
     proj_bias: bool = False
     norm_groups: int = 1  # of Mamba-2: parts that are normalised alone; 0: there is no norm
     beside_attention: bool = False  # recurrent layers have attention, too; both outputs are added
-    # Factors of the weights of each layer, by the ends of their names, which a family's rules apply.
-    multipliers: tuple[tuple[str, float], ...] = ()
+    # Factors of the weights of each layer, by the ends of their names, which a family's rules apply. None: the
+    # weights of the file contain factors that it does not name.
+    multipliers: tuple[tuple[str, float], ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,11 @@ class HParams:
 
     def has_mlp(self, layer: int) -> bool:
         return not self.mlp_layers or self.mlp_layers[layer]
+
+    def has_dense_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP that every token uses, alone or beside experts."""
+        is_moe = self.moe is not None and self.moe.layers[layer] and not self.moe.beside_dense
+        return self.has_mlp(layer) and not is_moe
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The RoPE of a layer; None: it does not rotate."""

@@ -63,9 +63,17 @@ class Rule:
         return self.rows is not None and not self._changes
 
     @property
+    def is_product(self) -> bool:
+        """Whether the part is some of the outputs, times a factor."""
+        return not self.is_reordered and not self.log and self.add == 0.0 and self.stack is None
+
+    @property
+    def is_reordered(self) -> bool:
+        return self.index is not None or self.transposed
+
+    @property
     def _changes(self) -> bool:
-        changed = self.index is not None or self.transposed or self.add != 0.0 or self.log
-        return changed or self.scale != 1.0
+        return self.is_reordered or self.add != 0.0 or self.log or self.scale != 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +236,45 @@ def mapped(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Checkpoint:
     return MappedCheckpoint(checkpoint, rules) if rules else checkpoint
 
 
-def network_modules(module: str, *stages: Sequence[Rule]) -> list[str]:
-    """The network's modules that a module of the file gives, with the rules applied in this order.
+@dataclass(frozen=True, slots=True)
+class ModulePart:
+    """A module of the network, whose weight is that of a module of the file: some outputs, times a factor."""
 
-    Itself if no rule matches the name of its weight.
-    """
-    names = [f"{module}.weight"]
-    for rules in stages:
-        compiled = [(re.compile(rule.pattern), rule) for rule in rules]
-        names = [target for name in names for target, _ in _targets(name, compiled)]
-    return [name.removesuffix(".weight") for name in names] or [module]
+    module: str
+    rows: Rows | None = None
+    factor: float = 1.0
+    is_product: bool = True  # False: the weight becomes another one than that
+
+
+class ModuleNames:
+    """The modules of the network by those of the file; `stages` of rules apply in this order."""
+
+    def __init__(self, *stages: Sequence[Rule]) -> None:
+        self._stages = [[(re.compile(rule.pattern), rule) for rule in rules] for rules in stages]
+
+    def parts(self, module: str) -> list[ModulePart]:
+        """What becomes of the module's weight; empty if it is not used."""
+        found = [ModulePart(f"{module}.weight")]
+        for rules in self._stages:
+            found = [
+                _after(part, target, source.rule)
+                for part in found
+                for target, source in _targets(part.module, rules)
+            ]
+        return [replace(part, module=part.module.removesuffix(".weight")) for part in found]
+
+
+def _after(part: ModulePart, name: str, rule: Rule | None) -> ModulePart:
+    """What a rule makes of a part, under another name."""
+    if rule is None:
+        return replace(part, module=name)
+    cut_twice = part.rows is not None and rule.rows is not None
+    return ModulePart(
+        module=name,
+        rows=part.rows or rule.rows,
+        factor=part.factor * rule.scale,
+        is_product=part.is_product and rule.is_product and not cut_twice,
+    )
 
 
 def added_when_read(name: str, rules: Sequence[Rule]) -> float:

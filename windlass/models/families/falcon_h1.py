@@ -58,7 +58,12 @@ def _falcon_h1(fields: Fields, architecture: str) -> HParams:
         mlp_bias=fields.flag("mlp_bias", False),
         embedding_scale=fields.number("embedding_multiplier", _ONE),
         logit_scale=fields.number("lm_head_multiplier", _ONE),
-        recurrent=replace(recurrent, multipliers=tuple(multipliers.items())),
+        recurrent=replace(
+            recurrent,
+            multipliers=None
+            if fields.flag("multipliers_in_weights", False)  # of GGUF files
+            else tuple(multipliers.items()),
+        ),
     )
 
 
@@ -115,7 +120,7 @@ def _outer_rules(hparams: HParams) -> list[Rule]:
 def _rules(hparams: HParams) -> list[Rule]:
     """Rules that multiply the tensors, under the network's names."""
     assert hparams.recurrent is not None
-    multipliers: Mapping[str, float] = dict(hparams.recurrent.multipliers)
+    multipliers: Mapping[str, float] = dict(hparams.recurrent.multipliers or ())
     return [
         Rule(pattern=rf"({_LAYER}\.{re.escape(name)})", name=r"\1", scale=factor)
         for name, factor in multipliers.items()
@@ -127,6 +132,7 @@ def _gguf_config(keys: Fields, header: GGUFHeader) -> dict[str, Any]:
     mamba = gguf_mamba(keys, header)
     return {
         **mamba,
+        "multipliers_in_weights": True,
         "projectors_bias": mamba["mamba_proj_bias"],
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in header.tensors,
         "mamba_norm_before_gate": False,

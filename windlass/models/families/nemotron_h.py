@@ -177,7 +177,7 @@ def _file_layers(hparams: HParams) -> Iterator[tuple[int, int, bool]]:
 
 
 def _layer_rules(hparams: HParams) -> list[Rule]:
-    """Rules for the numbers of layers, and for the modules of each kind."""
+    """Rules for the numbers of layers, and for the modules of each kind. transformers calls them model.layers."""
     rules = [
         *renames({"backbone.embeddings": "model.embed_tokens", "backbone.norm_f": "model.norm"})
     ]
@@ -185,7 +185,7 @@ def _layer_rules(hparams: HParams) -> list[Rule]:
     for number, layer, is_mlp in _file_layers(hparams):
         mixer = "mamba" if hparams.is_recurrent(layer) else "self_attn"
         module, norm = ("mlp", "post_attention") if is_mlp else (mixer, "input")
-        file, own = rf"backbone\.layers\.{number}", f"model.layers.{layer}"
+        file, own = rf"(?:backbone|model)\.layers\.{number}", f"model.layers.{layer}"
         rules += [
             Rule(pattern=rf"{file}\.norm\.weight", name=f"{own}.{norm}_layernorm.weight"),
             Rule(pattern=rf"{file}\.mixer\.(.*)", name=rf"{own}.{module}.\1"),

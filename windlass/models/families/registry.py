@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +13,7 @@ from windlass.models.families.base import Family
 from windlass.models.fields import Fields
 from windlass.models.hparams import HParams
 from windlass.models.nearest import nearest
-from windlass.models.tensor_rules import network_modules
+from windlass.models.tensor_rules import ModuleNames
 
 # "module:family" in this package, by the name in config.json.
 _FAMILIES = {
@@ -161,9 +160,18 @@ def read_hparams(config: Mapping[str, Any], source: str = "config.json") -> HPar
     _check_experts(hparams)
     if not hparams.quantization:
         return hparams
-    stages = family.outer_rules(hparams), family.rules(hparams)
-    rename = partial(_renamed, rename=lambda name: network_modules(name, *stages))
-    return replace(hparams, quantization=rename(hparams.quantization))
+    names = module_names(hparams)
+
+    def rename(module: str) -> list[str]:
+        return [part.module for part in names.parts(module)] or [module]
+
+    return replace(hparams, quantization=_renamed(hparams.quantization, rename))
+
+
+def module_names(hparams: HParams) -> ModuleNames:
+    """The modules of the network by those of files of safetensors."""
+    family = family_of(hparams.architecture)
+    return ModuleNames(family.outer_rules(hparams), family.rules(hparams))
 
 
 def _check_experts(hparams: HParams) -> None:

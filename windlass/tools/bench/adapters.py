@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from windlass.build import Built, build_engine, open_model
 from windlass.config import EngineConfig
-from windlass.lora.peft import linear_shapes
+from windlass.lora.modules import linear_shapes
 from windlass.models.hparams import HParams
 from windlass.runner.device import whole_bytes
 from windlass.tools.common.drive import EngineRun, run_all
