@@ -1,33 +1,27 @@
 """The requests in flight: sends them to engines, and gives their outputs to the responses.
 
-One engine, or several replicas of it, of which routing.py chooses one for each request. replica.py
-knows one engine, and supervisor.py restarts its process. When an engine ends, requests that it had not
-started go to another replica once, and the others fail. With `retry_on_restart`, all requests of which
-the client has seen nothing run once more, on another replica or in the restarted engine; quarantine.py
-decides which requests may run again. This module does not know HTTP.
+One engine, or several replicas of it (replica_set.py), of which routing.py chooses one for each
+request. When an engine ends, requests that it had not started go to another replica once, and the
+others fail. With `retry_on_restart`, all requests of which the client has seen nothing run once more,
+on another replica or in the restarted engine; quarantine.py decides which requests may run again. This
+module does not know HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import (
     AsyncGenerator,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import zmq.asyncio
-
-from windlass.core.card import Choice, EngineReport
+from windlass.core.card import EngineReport
 from windlass.core.handover import HandedBlocks
 from windlass.core.memory import Memory
 from windlass.core.trace import RequestTrace
@@ -41,7 +35,7 @@ from windlass.errors import (
 )
 from windlass.handshake import Identity
 from windlass.serve import messages
-from windlass.serve.adapter_registry import AdapterRegistry, Change, unload_from
+from windlass.serve.adapter_registry import Change
 from windlass.serve.handover import PREFILL_DIED, PREFILL_REFUSED, Handovers, SplitPolicy
 from windlass.serve.health import Backlog, Health, RestartPolicy
 from windlass.serve.inbox import Inbox, InboxReader
@@ -50,6 +44,7 @@ from windlass.serve.prefill_server import PrefillServer
 from windlass.serve.process import refusal_error
 from windlass.serve.quarantine import Quarantine, Suspects, fingerprint
 from windlass.serve.replica import Replica
+from windlass.serve.replica_set import ReplicaSet
 from windlass.serve.routing import PrefixRouter
 from windlass.serve.supervisor import EngineLaunch
 
@@ -94,10 +89,9 @@ class EngineClient(InboxReader):
         secret: bytes = b"",
     ) -> None:
         launch = EngineLaunch(build, prepare, hang_timeout, restarts or RestartPolicy())
-        self.replicas = [
-            Replica(index, launch, self, f"replica {index}: " if num_replicas > 1 else "")
-            for index in range(num_replicas)
-        ]
+        self._replica_set = ReplicaSet(num_replicas, launch, self)
+        self.replicas = self._replica_set.replicas
+        self.adapters = self._replica_set.adapters
         self.prefill_servers = [
             PrefillServer(
                 num_replicas + number,
@@ -107,17 +101,13 @@ class EngineClient(InboxReader):
             )
             for number, address in enumerate(prefill_servers)
         ]
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._context: zmq.asyncio.Context | None = None
         self._flights: dict[str, _Flight] = {}
         self._router: PrefixRouter | None = None  # None: there is one replica
         # None: every replica computes prompts and outputs.
         self.handovers = None if split is None else Handovers(split)
         self._quarantine = Quarantine()
         self._retry_on_restart = retry_on_restart
-        self._settings: messages.Configure | None = None  # None: as the engines were built
         self._waiting: dict[str, messages.Add] = {}  # until an engine is up again, by request id
-        self.adapters = AdapterRegistry()
         self.num_finished = 0
         self.failed = asyncio.Event()
         self.on_stats: Callable[[int, EngineStats, EngineStats], None] | None = None
@@ -125,70 +115,38 @@ class EngineClient(InboxReader):
         self.on_cache_empty: Callable[[int], None] | None = None
         self.on_traces_lost: Callable[[Collection[str]], None] | None = None
         self.on_handed: Callable[[messages.HandedOver], None] | None = None
-        self._unloads: set[asyncio.Task[None]] = set()
 
     # ---- processes ---------------------------------------------------------------------------
 
     async def start(self) -> EngineReport:
         """Start all engines and wait until they are ready; raises the first error of a build."""
-        self._folder = tempfile.TemporaryDirectory(prefix="windlass-")
-        self._context = zmq.asyncio.Context()
-        folder = Path(self._folder.name)
-        starting = [
-            asyncio.create_task(
-                each.supervisor.start(self._context, folder / f"engine-{each.index}")
-            )
-            for each in self.replicas
-        ]
+        report = await self._replica_set.start()
         try:
-            await asyncio.gather(*starting)
             await asyncio.gather(*(each.start() for each in self.prefill_servers))
         except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
-            await asyncio.gather(*(each.close() for each in self.prefill_servers))
-            await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
+            await self.close()
             raise
-        report = self.report
-        if len(self.replicas) == 1:
-            return report
-        blocks = [each.report.capacity.num_blocks for each in self.replicas]
-        reason = f"KV blocks of each: {', '.join(map(str, blocks))}"
-        replicas = Choice("replicas", str(len(self.replicas)), reason)
-        return replace(report, choices=[replicas, *report.choices])
+        return report
 
     def build_with(self, *builds: Build) -> None:
         """Set the build functions of the replicas, which were not known at construction."""
-        for replica, build in zip(self.replicas, builds, strict=True):
-            replica.supervisor.build_with(build)
+        self._replica_set.build_with(*builds)
 
     async def close(self) -> None:
         """Stop the engine processes; requests still in flight end with an error."""
         self.abort_all(WorkerDied("the server is shutting down."))
         await asyncio.gather(*(each.close() for each in self.prefill_servers))
-        await asyncio.gather(*(each.supervisor.close() for each in self.replicas))
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        if self._folder is not None:
-            self._folder.cleanup()
+        await self._replica_set.close()
 
     def kill(self) -> None:
-        for replica in self.replicas:
-            replica.supervisor.kill()
+        self._replica_set.kill()
 
     def configure(self, settings: messages.Configure, retry_on_restart: bool) -> None:
-        """Change settings of all engines, also of those that are restarted later."""
-        self._settings = settings
         self._retry_on_restart = retry_on_restart
-        for replica in self.replicas:
-            replica.configure(settings)
+        self._replica_set.configure(settings)
 
     def on_ready(self, replica: Replica, report: EngineReport) -> None:
-        if self._settings is not None:  # before any request
-            replica.configure(self._settings)
-        for change in self.adapters.sync_after_start(report.adapters, report.adapter_versions):
-            replica.send_change(change)
+        self._replica_set.sync_after_start(replica, report)  # before any request
         max_blocks = report.capacity.num_blocks if report.prefix_caching else 0
         if self._router is not None:
             self._router.cache_lost(replica.index, max_blocks)
@@ -572,41 +530,11 @@ class EngineClient(InboxReader):
 
     # ---- all replicas ------------------------------------------------------------------------
 
-    @property
-    def _restartable(self) -> list[Replica]:
-        """The replicas that run or will run again; all, if there are none."""
-        return [each for each in self.replicas if not each.supervisor.has_failed] or self.replicas
-
-    @property
-    def _up(self) -> list[Replica]:
-        """The replicas that would answer now."""
-        return [each for each in self.replicas if each.health().ok]
-
-    def _check_all_up(self) -> None:
-        """Raise WorkerDied if a replica is down that will run again."""
-        for replica in self._restartable:
-            replica.supervisor.check_running()
-
-    async def _on_all_or_undo(
-        self,
-        call: Callable[[Replica], Coroutine[Any, Any, None]],
-        undo: Callable[[Replica], Coroutine[Any, Any, None]],
-    ) -> None:
-        """Call every replica; if one raises, undo the others and raise its error."""
-        replicas = self._restartable
-        results = await asyncio.gather(*map(call, replicas), return_exceptions=True)
-        errors = [each for each in results if each is not None]
-        if errors:
-            done = [each for each, error in zip(replicas, results, strict=True) if error is None]
-            await asyncio.gather(*map(undo, done))
-            raise errors[0]
-
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix caches of unused blocks; returns their number."""
-        self._check_all_up()
-        counts = await asyncio.gather(*(each.reset_prefix_cache() for each in self._up))
+        num_blocks = await self._replica_set.reset_prefix_cache()
         self._caches_lost()
-        return sum(counts)
+        return num_blocks
 
     def _caches_lost(self) -> None:
         if self._router is not None:
@@ -614,64 +542,36 @@ class EngineClient(InboxReader):
                 self._router.cache_lost(replica.index)
 
     async def trace(self, request_id: str) -> RequestTrace | None:
-        """The trace so far of a running request; None: it has ended."""
-        for replica in self.replicas:
-            if request_id in replica.untraced:
-                return await replica.trace(request_id)
-        return None
+        return await self._replica_set.trace(request_id)
 
     async def memory(self) -> dict[int, Memory]:
-        """The current memory report of each replica that is up, by its index."""
-        up = self._up
-        if not up:
-            self._check_all_up()
-        reports = await asyncio.gather(*(each.memory() for each in up))
-        return {each.index: report for each, report in zip(up, reports, strict=True)}
+        return await self._replica_set.memory()
 
     async def sleep(self) -> None:
         """Release the memory of all engines and keep the processes; no request may be in flight."""
-        await self._on_all_or_undo(Replica.sleep, Replica.wake)
+        await self._replica_set.sleep()
         self._caches_lost()
 
     async def wake(self) -> None:
         """Undo `sleep`; an engine that was restarted since is awake already."""
-        await self._on_all_or_undo(Replica.wake, _keep)
+        await self._replica_set.wake()
         if self.on_cache_empty is not None:
             for replica in self._up:
                 self.on_cache_empty(replica.index)
 
     async def stop_process(self) -> None:
         """Stop the engine processes until `start_process`; no request may be in flight."""
-        self._check_all_up()
-        await asyncio.gather(*(each.stop_process() for each in self._up))
+        await self._replica_set.stop_process()
 
     async def start_process(self) -> None:
         """Start the engines again; on an error all stay stopped."""
-        await self._on_all_or_undo(
-            lambda each: each.supervisor.start_process(), Replica.stop_process
-        )
+        await self._replica_set.start_process()
 
     async def change_adapter(self, change: Change) -> int:
-        """Load or unload an adapter in all replicas or none.
-
-        Returns the number of running requests that still use it. A replica that is down could not
-        say whether it can load the adapter: the change is refused until it is back.
-        """
-        self._check_all_up()
-        return await self.adapters.change(change, self._restartable)
+        return await self._replica_set.change_adapter(change)
 
     def on_adapter_reloaded(self, replica: Replica, reply: messages.AdapterReply) -> None:
-        change = reply.change
-        if not (reply.kind and isinstance(change, messages.LoadAdapter)):
-            return
-        if self.adapters.reload_failed(change):
-            _log.error(
-                "%s was unloaded: a restarted engine cannot load it: %s", change.name, reply.message
-            )
-            others = [each for each in self._restartable if each is not replica]
-            unload = asyncio.create_task(unload_from(others, change.name))
-            self._unloads.add(unload)
-            unload.add_done_callback(self._unloads.discard)
+        self._replica_set.on_adapter_reloaded(replica, reply)
 
     # ---- state -------------------------------------------------------------------------------
 
@@ -689,21 +589,20 @@ class EngineClient(InboxReader):
 
     @property
     def report(self) -> EngineReport:
-        """The report of the replica with the fewest KV blocks: its limits hold for all."""
-        return min(
-            (each.report for each in self.replicas), key=lambda each: each.capacity.num_blocks
-        )
+        return self._replica_set.report
 
     @property
     def max_num_seqs(self) -> int:
         """Requests that all replicas together run at once."""
-        cap = None if self._settings is None else self._settings.caps.max_num_seqs
-        generating = self._restartable
+        generating = self._replica_set.restartable
         if self.handovers is not None:
             decode = self.handovers.policy.decode([each.index for each in generating])
             generating = [self.replicas[index] for index in decode] or generating
-        own = (each.report.max_num_seqs for each in generating)
-        return sum(each if cap is None else min(cap, each) for each in own)
+        return self._replica_set.max_num_seqs(generating)
+
+    @property
+    def _up(self) -> list[Replica]:
+        return self._replica_set.up
 
     @property
     def num_in_flight(self) -> int:
@@ -741,10 +640,6 @@ class EngineClient(InboxReader):
         if any(each.ok for each in own):
             return Health(True, reason, "degraded")
         return Health(False, reason)
-
-
-async def _keep(_replica: Replica) -> None:
-    """Undo nothing: an engine that is awake stays so."""
 
 
 def _inboxes(flights: Iterable[_Flight]) -> list[Inbox]:
