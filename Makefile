@@ -81,14 +81,14 @@ $(DEPLOY)/.installed:
 
 bench: $(STAMP) ## Measure the effect of each lever: make bench ARGS="batching --num-requests 8"
 	$(BIN)/windlass bench levers $(ARGS)
-	$(BIN)/windlass bench tables
+	$(BIN)/python benchmarks/scripts/docs_tables.py
 
 sbom: $(STAMP) ## Write sbom.json: the installed dependencies, as CycloneDX
-	$(BIN)/python -m windlass.tools.supply_chain sbom > sbom.json
+	$(BIN)/python deploy/supply_chain.py sbom > sbom.json
 
 # Exit code 1: a dependency has a known vulnerability; 3: not all could be checked, for example without a network.
 audit: $(STAMP) $(AUDIT)/.installed ## Check the installed dependencies for known vulnerabilities
-	$(BIN)/python -m windlass.tools.supply_chain audit $(AUDIT)/bin/pip-audit
+	$(BIN)/python deploy/supply_chain.py audit $(AUDIT)/bin/pip-audit
 
 # The wheel for this platform has the CPU kernels for every instruction level: minutes of compiling.
 wheels: $(WHEELS)/.installed ## Build the sdist, the wheel for any platform and the one for this platform, into dist/

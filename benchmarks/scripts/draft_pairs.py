@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from docs_tables import COLUMNS
 from random_gguf import StorageTypes, Weights, write_gguf
 
 from windlass.build import build_engine, open_model
@@ -192,7 +193,7 @@ def main() -> None:
         repeat=args.repeat,
     )
     record = draft_pairs(config, print)
-    show(record)
+    show(record, COLUMNS["draft_pairs"])
     if args.output:
         record.save(args.output)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from docs_tables import COLUMNS
+
 from windlass.errors import ConfigError
 from windlass.tools.common.record import Record
 from windlass.tools.common.report import show
@@ -81,7 +83,7 @@ def main() -> None:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"--theirs: is not a report of guidellm: {error!r}.") from error
     record.save(given.output)
-    show(record)
+    show(record, COLUMNS["outside"])
 
 
 if __name__ == "__main__":

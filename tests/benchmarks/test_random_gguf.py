@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs_tables import COLUMNS
 from draft_pairs import PairConfig, draft_pairs
 from random_gguf import StorageTypes, Weights, write_gguf
 
@@ -15,7 +16,6 @@ from windlass import LLM, SamplingParams
 from windlass.errors import ConfigError
 from windlass.models.gguf_file import GGUFCheckpoint
 from windlass.models.gguf_header import read_header
-from windlass.tools.common.report import COLUMNS
 
 
 @pytest.mark.slow

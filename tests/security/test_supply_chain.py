@@ -7,9 +7,8 @@ import stat
 from pathlib import Path
 
 import pytest
-
-from windlass.tools import supply_chain
-from windlass.tools.supply_chain import CLEAN, NOT_AUDITED, VULNERABLE, audit, closure, sbom
+import supply_chain
+from supply_chain import CLEAN, NOT_AUDITED, VULNERABLE, audit, closure, sbom
 
 ROOT = "fastapi"  # installed wherever the tests run, with dependencies of dependencies
 

@@ -92,7 +92,6 @@ def test_latency(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
         ),
         ("levers adapters --adapters 0", "--adapters 0 needs the lever adapters and at least 1"),
         ("levers --num-requests 0", "--num-requests must be at least 1"),
-        ("tables --page nowhere.md", "--page nowhere.md: No such file"),
     ],
 )
 def test_invalid_options_are_rejected(windlass: Windlass, args: str, message: str) -> None:
@@ -110,7 +109,7 @@ def test_max_num_seqs_is_raised_for_the_workload() -> None:
         with_rows(EngineConfig.of(max_num_seqs=8), [wide], logged.append)
 
 
-def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
+def test_levers(windlass: Windlass, tiny: Path, tmp_path: Path) -> None:
     config = tmp_path / "engine.yaml"
     config.write_text("load-format: dummy\nhf-overrides: {max_position_embeddings: 2048}\n")
     results = tmp_path / "results"
@@ -131,26 +130,6 @@ def test_levers_and_their_tables(windlass: Windlass, tiny: Path, tmp_path: Path)
     assert all(row["ratio"] > 0 for row in rows)
     assert 1 <= rows[0]["machines_together"] <= rows[0]["machines_apart"]
     assert 0 < rows[0]["usd_hour_together"] <= rows[0]["usd_hour_apart"]
-
-    page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- table:batching -->\nold\n<!-- end -->\nb\n<!-- table:x -->\n<!-- end -->"
-    )
-    where = ("--page", page, "--results", results)
-    assert "tables are stale" in windlass("bench", "tables", *where, "--check", code=1)
-    windlass("bench", "tables", *where)
-    windlass("bench", "tables", *where, "--check")
-    text = page.read_text()
-    assert "| batching | output tok/s | speedup over none |" in text
-    assert "| continuous | " in text
-    assert "Not measured yet: there is no `x.json`." in text
-    assert text.startswith("a\n<!-- table:batching -->\n")
-    assert "old" not in text
-
-
-def test_docs_match_the_stored_results(windlass: Windlass) -> None:
-    page, results = ROOT / "docs" / "benchmarks.md", ROOT / "benchmarks"
-    windlass("bench", "tables", "--page", page, "--results", results, "--check")
 
 
 @pytest.mark.parametrize(

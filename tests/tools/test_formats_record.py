@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.tools.conftest import Windlass
 from windlass.tools.bench.checkpoints import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,9 +78,3 @@ def test_smaller_formats_take_less_memory(rows: dict[str, dict[str, Any]]) -> No
     assert rows["int4"]["weight_bytes"] < rows["int8"]["weight_bytes"]
     assert rows["int8"]["weight_bytes"] < rows["float32"]["weight_bytes"]
     assert rows["gptq-3"]["file_bytes"] < rows["gptq-4"]["file_bytes"]
-
-
-@pytest.mark.parametrize("page", ["benchmarks.md", "quantisation.md"])
-def test_docs_match_the_stored_results(windlass: Windlass, page: str) -> None:
-    where = ("--page", ROOT / "docs" / page, "--results", ROOT / "benchmarks")
-    windlass("bench", "tables", *where, "--check")

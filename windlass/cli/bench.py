@@ -25,7 +25,7 @@ from windlass.cli.flags import (
 )
 from windlass.cli.options import ENGINE_OPTIONS, LORA_OPTIONS, MODEL_ARGUMENT
 from windlass.cli.results import check_path, finish
-from windlass.errors import ConfigError, file_errors
+from windlass.errors import ConfigError
 
 _BATCHES = "1,8,64,256"
 _ADAPTER_OPTIONS = [item for item in LORA_OPTIONS if item.name == "lora_dtype"]
@@ -253,37 +253,6 @@ def levers(
             else:
                 record = programs.WITH_MODEL[name](options, num_requests, repeat, log)
             finish(record, output_dir / f"{name}.json")
-
-
-@app.command(cls=PanelCommand)
-def tables(
-    ctx: typer.Context,
-    page: Annotated[
-        list[Path] | None,
-        option("FILE", "Page to update; may be repeated; default: all pages of docs/ with tables."),
-    ] = None,
-    results: Annotated[Path, option("DIR", "Folder of the JSON files.")] = Path("benchmarks"),
-    check: Annotated[
-        bool, switch("Change nothing; exit with 1 if tables are stale.", "--check")
-    ] = False,
-) -> None:
-    """Update the tables in docs/ from the records in benchmarks/."""
-    with reported(ctx):
-        from windlass.tools.common.report import PAGES, fill
-
-        stale = []
-        for each in page or map(Path, PAGES):
-            with file_errors(f"--page {each}"):
-                before = each.read_text(encoding="utf-8")
-            after = fill(before, results)
-            if before != after:
-                stale.append(each)
-                if not check:
-                    each.write_text(after, encoding="utf-8")
-        if check and stale:
-            for each in stale:
-                typer.echo(f"{each}: tables are stale. Run windlass bench tables.", err=True)
-            raise typer.Exit(1)
 
 
 def _conversations(prompts: str | None) -> list[list[dict[str, Any]]] | None:

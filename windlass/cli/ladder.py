@@ -108,7 +108,7 @@ def ladder(
     check_path("--html", html)
     if calibration is not None and not full:
         raise ConfigError("--calibration has no effect without --full.")
-    from windlass.tools.common.report import markdown
+    from windlass.tools.common.report import COLUMNS, markdown
     from windlass.tools.ladder.progress import progress_bar
     from windlass.tools.ladder.report import save_report
     from windlass.tools.ladder.run import Ladder, LadderConfig
@@ -146,7 +146,7 @@ def ladder(
     if page is not None:
         save_report(outcome.record, page)
         log(f"written to {page}")
-    typer.echo(markdown("ladder", outcome.record.rows))
+    typer.echo(markdown(COLUMNS["ladder"], outcome.record.rows))
     typer.echo(f"\n{outcome.record.notes}")
     if not outcome.complete:
         log("\ninterrupted; the same command resumes the run")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich.console import Console
 from rich.table import Table
 
 from windlass.runner.device import gib
+from windlass.tools.common.report import plain_table, wide_console
 from windlass.tools.common.summary import line_of
 from windlass.tools.plan.select import Candidate, Plan
 from windlass.tools.plan.speed import Factor
@@ -22,7 +22,7 @@ _OFFLOAD = "KV offload"
 
 def show(found: Plan, command: str | None) -> None:
     """Print a plan; a narrow terminal wraps lines, and nothing is cut. `command` serves the choice."""
-    console = Console(width=1000, soft_wrap=True, highlight=False, markup=False)
+    console = wide_console()
     by_format: dict[str, list[Candidate]] = {}
     for item in found.candidates:
         by_format.setdefault(item.format, []).append(item)
@@ -58,7 +58,7 @@ def show(found: Plan, command: str | None) -> None:
 
 
 def _table(heading: str) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     table.add_column(heading)
     return table
 

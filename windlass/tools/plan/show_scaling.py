@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from windlass.runner.device import gib
+from windlass.tools.common.report import plain_table, wide_console
 from windlass.tools.plan.scaling import PROMPT, Batch, Layout, ScalingPlan
 
 
 def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> None:
     """Print the layouts and the choice. `command` serves it; `explain` lists the assumptions."""
-    console = Console(width=1000, soft_wrap=True, highlight=False, markup=False)
+    console = wide_console()
     console.print(
         f"{found.model}, {found.format}, on {found.devices} x {found.gpu} with "
         f"{gib(found.memory_bytes)} each; contexts of {found.context:,} tokens"
@@ -45,7 +45,7 @@ def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> N
 
 
 def _table(found: ScalingPlan) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     table.add_column("layout")
     batches = found.layouts[0].batches
     for heading in (

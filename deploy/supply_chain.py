@@ -1,6 +1,6 @@
 """What Windlass is installed with: a bill of materials (SBOM), and a check for known vulnerabilities.
 
-`python -m windlass.tools.supply_chain sbom` prints CycloneDX JSON of the installed dependency closure.
+`python deploy/supply_chain.py sbom` prints CycloneDX JSON of the installed dependency closure.
 `... audit PIP_AUDIT` runs pip-audit on it; see `audit` for the exit codes.
 """
 
