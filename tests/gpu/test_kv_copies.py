@@ -14,7 +14,7 @@ from windlass.core.types import BlockId
 from windlass.kernels.batch import KVCache, attention_layout
 from windlass.runner import host_rows
 from windlass.runner.cuda import kv_copies
-from windlass.runner.kv_copies import make_block_copies, measure_rates
+from windlass.runner.kv_copies import make_block_copies, measure_write_rate
 from windlass.runner.kv_records import BlockCopies, RecordLayout
 
 pytestmark = [
@@ -250,9 +250,7 @@ def test_staging_is_counted() -> None:
     copies.close()
 
 
-def test_rates() -> None:
+def test_the_write_rate() -> None:
     copies = make_block_copies([wide_cache(2000)], 2**28)
-    rates = measure_rates(copies)
-    assert rates.read_bytes_per_s > 1e9
-    assert rates.write_bytes_per_s > 1e9
+    assert measure_write_rate(copies) > 1e9
     copies.close()

@@ -369,7 +369,9 @@ def graph_runner(
     )
     slots, stage = parts.slots, GraphStage(parts, max_tokens=32, backend=backend)
     executors: list[Executor] = [
-        DecodeGraphs(decode_forward(parts, stage, metadata), stage, slots, SLOTS, lazy),
+        DecodeGraphs(
+            decode_forward(parts, stage, metadata), stage, slots, max_rows=SLOTS, lazy=lazy
+        ),
         MixedGraphs(
             MixedForward(parts, stage, metadata),
             stage,

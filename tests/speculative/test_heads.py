@@ -319,7 +319,12 @@ def test_medusa_siblings_are_the_next_likeliest_tokens(reduced: bool) -> None:
     blocks = [(torch.zeros(2, 16, 16), torch.zeros(2, 1, 16))]
     d2t = torch.arange(40) * 2 if reduced else None
     hidden, read = torch.randn(5, 16), torch.tensor([4, 0, 2])
-    drafter = MedusaDrafter(MedusaWeights(blocks, matrices, d2t), None, False, 2)  # type: ignore[arg-type]
+    drafter = MedusaDrafter(
+        MedusaWeights(blocks, matrices, d2t),
+        None,  # type: ignore[arg-type]
+        fused=False,
+        num_siblings=2,
+    )
     inputs = DrafterInputs(hidden, read, {}, read, read, None, None)  # type: ignore[arg-type]
     best = (hidden[read] @ matrices[0].T).topk(3).indices * (3 if reduced else 1)
     got = drafter.draft(inputs, 3, siblings=2)

@@ -156,9 +156,16 @@ def make_runner(
         "process": resident_bytes(),
         "other processes": other_processes_bytes(parts.device),
     }
-    positions = sampled_positions(config, hparams, limits)
-    sizes = (capacity, kv_format, max_model_len, positions)
-    return Assembled(runner, cache, *sizes, memory, builder.choices)
+    return Assembled(
+        runner=runner,
+        cache=cache,
+        capacity=capacity,
+        kv_format=kv_format,
+        max_model_len=max_model_len,
+        max_positions_per_step=sampled_positions(config, hparams, limits),
+        memory=memory,
+        choices=builder.choices,
+    )
 
 
 def make_draft_runner(
@@ -166,8 +173,9 @@ def make_draft_runner(
     hparams: HParams,
     loaded: Loaded,
     limits: Limits,
+    *,
     num_blocks: int,
-    cache: KVCache | None = None,
+    cache: KVCache | None,
 ) -> tuple[Runner, KVCache]:
     """A second runner with the same number of blocks; `cache`: KV pages shared with the target.
 
@@ -205,7 +213,7 @@ class _RunnerBuilder:
         self.choices: list[Choice] = []  # start-up lines
         parts = loaded.parts
         self._sequence_parallel = SequenceParallel.of(
-            config.parallel, parts.mesh.tp, limits, parts.device
+            config.parallel, parts.mesh.tp, limits=limits, device=parts.device
         )
         if self._sequence_parallel is not None:
             self.choices.append(self._sequence_parallel.choice)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 
 from windlass.config import AUTO, CacheConfig, EngineConfig, ModelConfig
@@ -145,7 +145,7 @@ class ThreadChoice:
 
     count: int
     reason: str
-    cpus: tuple[tuple[int, ...], ...] | None = None
+    cpus: tuple[tuple[int, ...], ...] | None
 
     @property
     def choice(self) -> Choice:
@@ -245,7 +245,7 @@ def free_bytes(device: torch.device) -> int:
     """Free memory on the device, within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free, limit = _from_proc("/proc/meminfo", "MemAvailable"), memory_limit()
+    free, limit = psutil.virtual_memory().available, memory_limit()
     return free if limit is None else min(free, limit.free_bytes)
 
 
@@ -253,12 +253,12 @@ def whole_bytes(device: torch.device) -> int:
     """Total memory of the device or the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return _from_proc("/proc/meminfo", "MemTotal")
+    return psutil.virtual_memory().total
 
 
 def resident_bytes() -> int:
     """Resident memory of this process."""
-    return _from_proc("/proc/self/status", "VmRSS")
+    return psutil.Process().memory_info().rss
 
 
 def other_processes_bytes(device: torch.device) -> int:
@@ -269,20 +269,6 @@ def other_processes_bytes(device: torch.device) -> int:
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
-def _from_proc(path: str, name: str) -> int:
-    """A number from /proc on Linux; psutil elsewhere."""
-    if Path(path).is_file():
-        lines = Path(path).read_text().splitlines()
-        found = next(line for line in lines if line.startswith(f"{name}:"))
-        return int(found.split()[1]) * 1024
-    import psutil
-
-    if name == "VmRSS":
-        return psutil.Process().memory_info().rss
-    memory = psutil.virtual_memory()
-    return memory.total if name == "MemTotal" else memory.available
-
-
 def size_cache(
     config: CacheConfig,
     layout: KVLayout,
@@ -291,7 +277,7 @@ def size_cache(
     wanted: int,
     *,
     beside: int = 0,
-    reserved: int = 0,
+    reserved: int,
 ) -> Capacity:
     """The number of blocks: as configured, or from a share of the free memory, but no more than needed.
 

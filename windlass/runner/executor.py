@@ -58,9 +58,7 @@ class Vectors(Protocol):
 class SampledStep:
     """A step whose samples are being copied to the host."""
 
-    def __init__(
-        self, inputs: StepInputs, samples: Samples, vectors: Vectors | None = None
-    ) -> None:
+    def __init__(self, inputs: StepInputs, samples: Samples, vectors: Vectors | None) -> None:
         self._inputs = inputs
         self._samples = samples
         self._vectors = vectors

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -18,17 +17,6 @@ from windlass.kernels.storages import Held
 from windlass.runner.cuda.kv_copies import cuda_block_copies, staging_bytes
 from windlass.runner.host_rows import HostRows
 from windlass.runner.kv_records import DONE, BlockCopies, PendingCopy, RecordLayout
-
-__all__ = [
-    "BlockCopies",
-    "CopyRates",
-    "HostBlockCopies",
-    "PendingCopy",
-    "make_block_copies",
-    "measure_rates",
-    "offload_bytes",
-    "reserved_bytes",
-]
 
 _BUFFER_BYTES = 256 * 2**20  # of host memory, if tiers are enabled without --kv-offload-gb
 # Bytes to measure with: a few milliseconds each way.
@@ -92,7 +80,7 @@ def make_block_copies(
     return HostBlockCopies(layout, HostRows(num_rows, layout.record_bytes, beside=beside))
 
 
-def offload_bytes(config: CacheConfig, num_ranks: int = 1) -> int:
+def offload_bytes(config: CacheConfig, num_ranks: int) -> int:
     """Bytes of host memory for one rank's KV records."""
     if not config.has_tiers:
         return 0
@@ -110,33 +98,18 @@ def reserved_bytes(
     return offload_bytes(config, num_ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRates:
-    """Measured bytes per second between the device's pages and host memory."""
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-
-
-def measure_rates(copies: BlockCopies) -> CopyRates:
-    """Time copies of the first blocks, before any step: their content stays."""
+def measure_write_rate(copies: BlockCopies) -> float:
+    """Bytes per second from host memory to the device, before any step. The content of the blocks stays."""
     layout = copies.layout
     num_bytes = _MEASURED_BYTES[layout.device.type]
     count = min(copies.rows.num_ready, layout.num_blocks, max(1, num_bytes // layout.record_bytes))
     rows, blocks = range(count), [BlockId(block) for block in range(count)]
-
-    def rate(copy: Callable[[], PendingCopy]) -> float:
-        copy().wait()  # compiles kernels, and touches the memory
-        times = []
-        for _ in range(_NUM_MEASURED):
-            start = perf_counter()
-            copy().wait()
-            times.append(perf_counter() - start)
-        return (
-            count * layout.record_bytes / max(min(times), 1e-9)
-        )  # other programs may slow a run down
-
-    return CopyRates(
-        read_bytes_per_s=rate(lambda: copies.read(blocks, rows)),
-        write_bytes_per_s=rate(lambda: copies.write(rows, blocks)),
-    )
+    copies.read(blocks, rows).wait()
+    copies.write(rows, blocks).wait()  # compiles kernels, and touches the memory
+    times = []
+    for _ in range(_NUM_MEASURED):
+        start = perf_counter()
+        copies.write(rows, blocks).wait()
+        times.append(perf_counter() - start)
+    # The shortest time, since other programs may slow a run down.
+    return count * layout.record_bytes / max(min(times), 1e-9)

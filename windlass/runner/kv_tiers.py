@@ -29,14 +29,8 @@ from windlass.errors import ConfigError, EngineError
 from windlass.kernels.batch import KVCache
 from windlass.kernels.storages import Held
 from windlass.runner.device import gib
-from windlass.runner.kv_copies import (
-    BlockCopies,
-    PendingCopy,
-    make_block_copies,
-    measure_rates,
-    offload_bytes,
-)
-from windlass.runner.kv_records import RecordLayout
+from windlass.runner.kv_copies import make_block_copies, measure_write_rate, offload_bytes
+from windlass.runner.kv_records import BlockCopies, PendingCopy, RecordLayout
 from windlass.runner.tier_threads import NUM_READERS, PeerTier, Record, SlowTier, Tier, submit
 from windlass.tiers.host import HostStore
 from windlass.tiers.peer import PeerExport, PeerStore
@@ -66,7 +60,7 @@ class _Writing(NamedTuple):
 
 
 def open_tiers(
-    config: EngineConfig, caches: Sequence[KVCache], others: Sequence[BlockStore] = ()
+    config: EngineConfig, caches: Sequence[KVCache], others: Sequence[BlockStore]
 ) -> KVTiers:
     """Open the tiers of one rank, and measure the speed of its copies. `others`: see `KVTiers`."""
     size = config.cache.kv_offload_gb
@@ -78,7 +72,7 @@ def open_tiers(
             f"{gib(record_bytes)}. Set a larger size."
         )
     copies = make_block_copies(caches, num_bytes, plain_kernels=config.model.plain_kernels)
-    rate = measure_rates(copies).write_bytes_per_s
+    rate = measure_write_rate(copies)
     tiers = KVTiers(copies, others, host_record_s=copies.record_bytes / rate)
     reason = f"{copies.rows.num_rows:,} blocks, {rate / 2**30:.1f} GiB/s to the device"
     tiers.choices.append(Choice("host tier", gib(num_bytes), reason))
@@ -95,7 +89,7 @@ class KVTiers:
     def __init__(
         self,
         copies: BlockCopies,
-        others: Sequence[BlockStore] = (),
+        others: Sequence[BlockStore],
         *,
         host_record_s: float = 0.0,
         clock: Callable[[], float] = perf_counter,
@@ -246,7 +240,7 @@ class KVTiers:
         for key, block in reversed(loads):
             row = self._host.pin(key)
             if row is not None:
-                ready.append(Record(key, row, block, 0))
+                ready.append(Record(key, row, block=block, tier=0))
                 continue
             number = self.find(key)
             if number is None:
@@ -262,7 +256,7 @@ class KVTiers:
             if row is None:
                 break
             key, block, number = self._queued.popleft()
-            record = Record(key, row, block, number)
+            record = Record(key, row, block=block, tier=number)
             self._slow[number - 1].read(record, partial(self._fetch, record), self._clock())
         is_moving = self._writing or self._saving or any(tier.reads for tier in self._slow)
         if self._queued and not is_moving:

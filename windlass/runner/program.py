@@ -91,9 +91,9 @@ class ProgramExecutor(Executor):
         return record(
             parts.workers.pool,
             partial(self._sample_step, hidden, variant),
-            self._limits,
-            max(0, room),
-            hidden,
+            limits=self._limits,
+            max_bytes=max(0, room),
+            inputs=hidden,
         )
 
     def _sample_step(self, hidden: Tensor | None, variant: _Variant) -> list[Tensor]:

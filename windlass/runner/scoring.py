@@ -39,6 +39,10 @@ class ScoredChunk:
     start: int
     values: Tensor
 
+    def targets(self, window: Window) -> Sequence[int]:
+        """The next token of each position; the last position of a window has none."""
+        return window.tokens[self.start + 1 : self.start + 1 + len(self.values)]
+
 
 @dataclass(frozen=True, slots=True)
 class ScoringLimits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from windlass.config import EngineConfig, Limits
@@ -108,9 +108,7 @@ class SpeculationContext:
     files: ModelFiles
     hparams: HParams
     loaded: Loaded
-    cache: MeasurementCache = field(
-        default_factory=MeasurementCache
-    )  # measurements of earlier starts
+    cache: MeasurementCache  # measurements of earlier starts
 
     @property
     def limits(self) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,13 @@ class EagleDrafter:
         normed, hidden = head(steps.inputs(inputs.following, known), known, batch)
         if not inputs.last.shape[0]:
             return inputs.last.new_empty((0, count), dtype=torch.int32)
-        at = (batch.positions, batch.token_slots)
-        normed, hidden, positions, slots = steps.select(inputs.last, normed, hidden, *at)
+        normed, hidden, positions, slots = steps.select(
+            inputs.last,
+            normed,
+            hidden=hidden,
+            positions=batch.positions,
+            slots=batch.token_slots,
+        )
         tokens, positions, both = steps.advance(head.logits(normed, network), hidden, positions)
         drafted = [tokens]
         while len(drafted) < count:
@@ -85,22 +91,55 @@ class EagleDrafter:
         self._cache.copy(pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class EagleLoader:
-    """The head with its weights loaded; `start` allocates its KV cache."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHeadLoader(ABC):
+    """A head with its weights loaded; `make_kv` allocates its KV cache, and `start` attaches it to the runner."""
 
-    head: Eagle
-    hparams: HParams
-    layers: tuple[int, ...]
+    head: DraftHead
+    hparams: HParams  # of the head
+    layers: tuple[int, ...]  # whose hidden states it reads
     max_draft_tokens: int
     loaded: Loaded
-    digest: str  # of the head's files
+    identity: str  # of its files, if they are not the model's own
+
+    @abstractmethod
+    def layout(self, block_size: int) -> KVLayout:
+        """The KV layout of the head on this rank."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the head for the start-up table."""
 
     @property
     def token_bytes(self) -> int:
-        return self._layout(block_size=1).token_bytes
+        return self.layout(block_size=1).token_bytes
 
-    def _layout(self, block_size: int) -> KVLayout:
+    def make_kv(self, capacity: Capacity) -> DrafterKV:
+        """A KV cache with the target's blocks, and one more for writes past the end of a request's."""
+        parts = self.loaded.parts
+        cache = KVCache(
+            self.layout(capacity.block_size),
+            capacity.num_blocks + 1,
+            dtype=parts.dtype,
+            device=parts.device,
+        )
+        return DrafterKV(cache, self.identity)
+
+    def start(self, made: Assembled) -> Proposer:
+        assert made.drafter_kv is not None
+        drafter = EagleDrafter(
+            self.head, self.loaded.network, layers=self.layers, cache=made.drafter_kv.cache
+        )
+        return attach(made, drafter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleLoader(DraftHeadLoader):
+    """An EAGLE head."""
+
+    head: Eagle
+
+    def layout(self, block_size: int) -> KVLayout:
         return attention_layout(
             (None,),
             num_kv_heads=rank_heads(self.hparams, self.loaded.parts.mesh).num_kv,
@@ -109,38 +148,12 @@ class EagleLoader:
             dtype=self.loaded.parts.dtype,
         )
 
-    def make_kv(self, capacity: Capacity) -> DrafterKV:
-        layout = self._layout(capacity.block_size)
-        return make_drafter_kv(
-            layout, capacity, loaded=self.loaded, identity=f"eagle {self.digest}"
-        )
-
-    def start(self, made: Assembled) -> Proposer:
-        return attach_drafter(made, self.head, network=self.loaded.network, layers=self.layers)
-
     def describe(self) -> str:
         vocabulary = self.head.d2t.shape[0]
         return (
             f"eagle, up to {self.max_draft_tokens} draft tokens, vocabulary of {vocabulary:,}, "
             f"reads layers {self.layers}"
         )
-
-
-def make_drafter_kv(
-    layout: KVLayout, capacity: Capacity, loaded: Loaded, identity: str
-) -> DrafterKV:
-    """A KV cache with the target's blocks, and one more for writes past the end of a request's."""
-    dtype, device = loaded.parts.dtype, loaded.parts.device
-    return DrafterKV(KVCache(layout, capacity.num_blocks + 1, dtype=dtype, device=device), identity)
-
-
-def attach_drafter(
-    made: Assembled, head: DraftHead, network: Network, layers: tuple[int, ...]
-) -> Proposer:
-    """Attach a head to the runner. `layers`: whose hidden states it reads."""
-    assert made.drafter_kv is not None
-    cache = made.drafter_kv.cache
-    return attach(made, EagleDrafter(head=head, network=network, layers=layers, cache=cache))
 
 
 def open_loader(context: SpeculationContext) -> EagleLoader:
@@ -167,7 +180,7 @@ def open_loader(context: SpeculationContext) -> EagleLoader:
         layers=layers,
         max_draft_tokens=context.config.speculation.max_draft_tokens,
         loaded=context.loaded,
-        digest=files.digest,
+        identity=f"eagle {files.digest}",
     )
 
 

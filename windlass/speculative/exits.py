@@ -65,7 +65,6 @@ def choose_exit(
     context: SpeculationContext,
     made: Assembled,
     make: Callable[[Assembled, int], Iterable[Candidate]],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> ExitLayer:
     """The exit with the most expected tokens per second, or the cached one of an earlier start.
 
@@ -80,11 +79,11 @@ def choose_exit(
     if not answers:
         half = context.hparams.num_layers // 2
         return ExitLayer(half, "half of them: there is no room to measure")
-    target = _target_costs(made.runner, answers[0], max_draft_tokens, clock=clock)
+    target = _target_costs(made.runner, answers[0], max_draft_tokens)
     plain, best, highest = 1 / target.of(1), ExitLayer(0, ""), 0.0
     for layer, runner in make(made, max_rows):
         agreement = _agreement(runner, answers, max_rows)
-        seconds = _seconds(runner, [_row(answers[0], 0)], clock)
+        seconds = _seconds(runner, [_row(answers[0], 0)])
         rate, length = _expected_rate(
             agreement, seconds, target=target, max_draft_tokens=max_draft_tokens
         )
@@ -176,23 +175,21 @@ def _agreement(runner: Submits, answers: Sequence[_Answer], max_rows: int) -> fl
     return num_equal / len(rows)
 
 
-def _target_costs(
-    runner: Submits, answer: _Answer, max_draft_tokens: int, *, clock: Callable[[], float]
-) -> StepCosts:
+def _target_costs(runner: Submits, answer: _Answer, max_draft_tokens: int) -> StepCosts:
     longest = min(max_draft_tokens, len(answer.tokens) - 1)
     seconds = {}
     for count in sorted({0, 1, longest // 2, longest}):
         tokens = tuple(answer.tokens[: 1 + count])
         row = _row(answer, 0)._replace(num_tokens=1 + count, tokens=tokens, num_drafts=count)
-        seconds[1 + count] = _seconds(runner, [row], clock)
+        seconds[1 + count] = _seconds(runner, [row])
     return StepCosts(seconds)
 
 
-def _seconds(runner: Submits, rows: list[Row], clock: Callable[[], float]) -> float:
+def _seconds(runner: Submits, rows: list[Row]) -> float:
     """The best time of a few runs of a step."""
     times = []
     for _ in range(_REPEATS):
-        start = clock()
+        start = time.perf_counter()
         runner.submit(StepPlan(rows)).wait()
-        times.append(clock() - start)
+        times.append(time.perf_counter() - start)
     return min(times)

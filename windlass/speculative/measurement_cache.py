@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 
 from windlass.config import EngineConfig
 from windlass.folders import cache_dir, check_private, make_private, write_atomically
+from windlass.kernels.native.compiled import cpu_identity
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.version import __version__
 
-_FORMAT = 3  # version of the file format: files of other versions are not found
+_FORMAT = 4  # version of the file format: files of other versions are not found
 
 
 class MeasurementCache:
@@ -88,10 +88,11 @@ def open_measurement_cache(
         return MeasurementCache()
     weights = [files.path] if files.kind == "gguf" else files.weights
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
+    processor = cpu_identity() if device.type == "cpu" else torch.cuda.get_device_name(device)
     speculation = {**asdict(config.speculation), "spec_model": proposer}
     key = (
         *(_FORMAT, __version__, torch.__version__, backend),
-        *(_processor(device), os.cpu_count(), torch.get_num_threads()),
+        *(processor, os.cpu_count(), torch.get_num_threads()),
         *(files.name, str(files.path), stamps, repr(hparams)),
         *(repr(config.model), repr(config.cache), repr(config.scheduler), repr(speculation)),
     )
@@ -105,12 +106,3 @@ def machine_load() -> int:
     if not hasattr(os, "getloadavg"):
         return 0
     return round(os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.is_file() else []
-    kinds = ("model name", "CPU part", "CPU implementer", "Features", "flags")
-    return repr(sorted({line for line in lines if line.startswith(kinds)})) + platform.machine()

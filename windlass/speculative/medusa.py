@@ -52,7 +52,7 @@ class MedusaDrafter:
     layers: tuple[int, ...] = ()
 
     def __init__(
-        self, weights: MedusaWeights, network: Network, fused: bool, num_siblings: int = 0
+        self, weights: MedusaWeights, network: Network, *, fused: bool, num_siblings: int
     ) -> None:
         """`fused`: Triton kernels compute heads with their own matrices."""
         self.num_siblings = num_siblings
@@ -98,8 +98,15 @@ class MedusaDrafter:
 
         weights = self._weights
         assert weights.matrices is not None
-        own = (weights.blocks, weights.matrices, weights.d2t)
-        return most_likely(inputs.hidden, inputs.read, *own, count, siblings)
+        return most_likely(
+            inputs.hidden,
+            inputs.read,
+            blocks=weights.blocks,
+            matrices=weights.matrices,
+            offsets=weights.d2t,
+            count=count,
+            siblings=siblings,
+        )
 
     def storages(self) -> Iterator[Held]:
         weights = self._weights
@@ -117,7 +124,7 @@ class MedusaLoader:
 
     weights: MedusaWeights
     loaded: Loaded
-    num_siblings: int = 0
+    num_siblings: int
     token_bytes: int = 0
 
     def start(self, made: Assembled) -> Proposer:

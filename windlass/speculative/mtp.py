@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from windlass.config import EngineConfig
-from windlass.core.card import Capacity
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.layers.linear import Linear
@@ -29,11 +27,8 @@ from windlass.models.source import ModelFiles
 from windlass.quant.base import LinearMethod
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.load import Loaded, make_blueprint
-from windlass.speculative.base import Proposer, SpeculationContext
-from windlass.speculative.eagle import attach_drafter, make_drafter_kv
-
-if TYPE_CHECKING:
-    from windlass.runner.assemble import Assembled, DrafterKV
+from windlass.speculative.base import SpeculationContext
+from windlass.speculative.eagle import DraftHeadLoader
 
 _PLAIN = ("bf16", "f16", "f32")
 
@@ -53,36 +48,19 @@ def check(config: EngineConfig, files: ModelFiles, hparams: HParams) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MTPLoader:
-    """The layer with its weights loaded; `start` allocates its KV cache."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPLoader(DraftHeadLoader):
+    """The model's own layer."""
 
-    layer: MTP
-    hparams: HParams  # of the layer
-    max_draft_tokens: int
-    loaded: Loaded
+    head: MTP
 
-    @property
-    def token_bytes(self) -> int:
-        return self._layout(block_size=1).token_bytes
-
-    def _layout(self, block_size: int) -> KVLayout:
+    def layout(self, block_size: int) -> KVLayout:
         parts = self.loaded.parts
         return mtp_kv_layout(self.hparams, block_size, dtype=parts.dtype, mesh=parts.mesh)
 
-    def make_kv(self, capacity: Capacity) -> DrafterKV:
-        layout = self._layout(capacity.block_size)
-        return make_drafter_kv(
-            layout, capacity, loaded=self.loaded, identity="mtp"
-        )  # part of the model's own files
-
-    def start(self, made: Assembled) -> Proposer:
-        reads = (self.hparams.num_layers - 1,)  # the target's final hidden states
-        return attach_drafter(made, self.layer, network=self.loaded.network, layers=reads)
-
     def describe(self) -> str:
-        head = "the model's" if self.layer.layer.shared_head.head is None else "its own"
-        return f"mtp, up to {self.max_draft_tokens} draft tokens, {head} LM head"
+        owner = "the model's" if self.head.layer.shared_head.head is None else "its own"
+        return f"mtp, up to {self.max_draft_tokens} draft tokens, {owner} LM head"
 
 
 def open_loader(context: SpeculationContext) -> MTPLoader:
@@ -95,10 +73,12 @@ def open_loader(context: SpeculationContext) -> MTPLoader:
     linears = [module for module in layer.modules() if isinstance(module, Linear)]
     context.loaded.gemm.tune([weight for each in linears for weight in each.plain_weights])
     return MTPLoader(
-        layer=layer,
+        head=layer,
         hparams=hparams,
+        layers=(hparams.num_layers - 1,),  # the target's final hidden states
         max_draft_tokens=context.config.speculation.max_draft_tokens,
         loaded=context.loaded,
+        identity="mtp",  # part of the model's own files
     )
 
 

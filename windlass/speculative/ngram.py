@@ -79,7 +79,7 @@ class NgramProposer:
     in_step = False
 
     def __init__(self, min_ngram: int, max_ngram: int, max_draft_tokens: int) -> None:
-        self._lengths = (min_ngram, max_ngram)
+        self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._max_draft_tokens = max_draft_tokens
         self._slots: dict[SlotId, Index] = {}
         self._unread: dict[SlotId, list[int]] = {}
@@ -89,7 +89,7 @@ class NgramProposer:
         return iter(())
 
     def admit(self, new: SlotInit) -> None:
-        self._slots[new.slot] = Index(*self._lengths)
+        self._slots[new.slot] = Index(self._min_ngram, self._max_ngram)
         self._unread[new.slot] = list(new.tokens)
 
     def forget(self, slot: SlotId) -> None:

@@ -67,8 +67,9 @@ class DecodeGraphs(Executor):
         compute: Compute,
         stage: GraphStage,
         slots: SlotTables,
+        *,
         max_rows: int,
-        lazy: bool = False,
+        lazy: bool,
     ) -> None:
         """`max_rows`: the largest batch to capture. `lazy`: capture some sizes later."""
         self._stage = stage

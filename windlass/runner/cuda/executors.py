@@ -25,7 +25,7 @@ def cuda_executors(
     max_rows: int,
     max_tokens: int,
     max_draft_tokens: int,
-    lazy: bool = False,
+    lazy: bool,
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
@@ -58,7 +58,7 @@ def cuda_executors(
         lazy=lazy,
     )
     forward = decode_forward(parts, stage, metadata)
-    decode = DecodeGraphs(forward, stage, slots=parts.slots, max_rows=max_rows, lazy=lazy)
+    decode = DecodeGraphs(forward, stage, parts.slots, max_rows=max_rows, lazy=lazy)
     if not max_draft_tokens or not stage.is_whole:
         return [decode, mixed, eager]
     assert stage.sampler is not None

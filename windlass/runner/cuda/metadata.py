@@ -29,9 +29,7 @@ MAX_LONG_ROWS = 16
 _MAX_SPLITS, _MAX_LONG_SPLITS = 16, 64
 
 
-def num_splits(
-    num_rows: int, num_kv_heads: int, multiprocessors: int, max_splits: int = _MAX_SPLITS
-) -> int:
+def num_splits(num_rows: int, num_kv_heads: int, *, multiprocessors: int, max_splits: int) -> int:
     """Number of KV splits per row, so that few or uneven rows fill the device."""
     programs = max(1, num_rows * num_kv_heads)
     if programs >= 15 * multiprocessors:

@@ -62,7 +62,7 @@ class GraphShape:
     rows: int
     tile: int  # tokens per attention tile
     adapted: bool  # rows may use LoRA adapters
-    drafting: int = 0  # draft tokens per row for the next step
+    drafting: int  # draft tokens per row for the next step
 
     @property
     def tiles(self) -> int:
@@ -179,8 +179,8 @@ class MixedGraphs(Executor):
         *,
         tile: int,
         max_tokens: int,
-        draft_length: int = 0,
-        lazy: bool = False,
+        draft_length: int,
+        lazy: bool,
     ) -> None:
         """`tile`: prompt tokens per attention tile; `max_tokens`: of the largest step.
 
