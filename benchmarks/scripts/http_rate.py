@@ -205,7 +205,7 @@ def engine_options(args: argparse.Namespace, clients: int) -> dict[str, Any]:
     }
     if not list(Path(args.model).glob("*.safetensors")) and Path(args.model).is_dir():
         options["load_format"] = "dummy"
-    for name in ("quantization", "profile"):
+    for name in ("quantization", "profile", "max_num_batched_tokens"):
         if (value := getattr(args, name)) is not None:
             options[name] = value
     return options
@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--quantization")
     parser.add_argument("--profile")
+    parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--clients", type=int, nargs="+", default=[256])
     parser.add_argument("--client-processes", type=int, default=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from windlass import LLM, SamplingParams
-from windlass.runner import device
+from windlass.runner import assemble, device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +73,33 @@ def test_overlap_with_preemption_equals_no_preemption(folder: Path) -> None:
 
 def test_captured_equals_eager(folder: Path) -> None:
     assert agreement(outputs(folder, GREEDY), outputs(folder, GREEDY, enforce_eager=True)) >= 0.9
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_large_captured_steps_equal_eager_ones(
+    kv_dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long and short prompts in steps of up to 4,096 tokens, of which some follow cached tokens."""
+    monkeypatch.setattr(assemble, "_LAUNCH_SLOWDOWN", 10**6)
+    executors: Counter[str] = Counter()
+    found = []
+    for eager in (False, True):
+        llm = LLM(
+            str(folder),
+            load_format="dummy",
+            kv_cache_dtype=kv_dtype,
+            max_num_seqs=32,
+            max_num_batched_tokens=4096,
+            enforce_eager=eager,
+        )
+        prompts = [[(7 * i + j) % 1000 for j in range(1 + 53 * i % 900)] for i in range(40)]
+        results = llm.generate(prompts, GREEDY) + llm.generate(prompts[20:], GREEDY)
+        found.append([result.outputs[0].token_ids for result in results])
+        if not eager:
+            executors.update(llm.engine.stats().executors)
+        del llm
+    assert executors["mixed graph"] >= 4
+    assert agreement(*found) >= 0.9
 
 
 WINDOWS = {

@@ -82,6 +82,34 @@ def test_long_chunks(
 
 
 @inside
+def test_padded_tiles_of_captured_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.kernels.triton.attention import tile_tokens
+    from windlass.runner.cuda import metadata, mixed
+
+    for module in (metadata, mixed):
+        monkeypatch.setattr(module, "MIN_LONG", 20)
+    monkeypatch.setattr(mixed, "_SIZES", (8,))  # larger graphs are large
+    monkeypatch.setattr(mixed, "_TOKENS_PER_CHUNK", 8)
+    qkv, kv, batch = random_batch([(0, 40), (30, 25), (0, 3), (9, 1), (0, 1)])
+    tile = tile_tokens(HEADS.group)
+    rows = [Row("", SlotId(i), 0, 1, (), (), sample=False) for i in range(len(batch.spans))]
+    shape = mixed.GraphShape(len(batch.positions), rows=8, tile=tile, adapted=False, drafting=0)
+    arrays = shape.parts(torch.zeros(shape.numbers, dtype=torch.int32))
+    tiles = metadata.chunk_tiles(rows, batch.spans, tile, with_cached=False)
+    assert len(tiles.long) == 1
+    all_tiles = metadata.attention_tiles(rows, batch.spans, tile)
+    shape._put_tiles(arrays, all_tiles, tiles, padding=0)
+    assert len(arrays.long_tiles) > 1
+    assert batch.work is not None
+    long = LongChunks(arrays.long_tiles, arrays.other_tiles)
+    padded = replace(batch, work=replace(batch.work, tiles=arrays.tiles, long=long))
+    options = AttentionOptions(0.1)
+    queries = reference.rope_write(qkv, HEADS, RopeOptions(None), kv, batch)
+    want = reference.attention(queries, kv, batch, options)
+    torch.testing.assert_close(attended(qkv, kv, padded, options), want, atol=1e-4, rtol=1e-3)
+
+
+@inside
 def test_long_chunks_behind_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.runner.cuda import metadata
 

@@ -377,7 +377,7 @@ def graph_runner(
             stage,
             slots,
             tile=8,
-            max_tokens=32,
+            sizes=[32],
             draft_length=max_draft_tokens,
             lazy=lazy,
         ),

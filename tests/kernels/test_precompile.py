@@ -13,14 +13,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from windlass.kernels.triton import gemm, skinny
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.gemm import TunedGemm
-from windlass.kernels.triton.precompile import compiling, is_compiling
+from windlass.kernels.triton.precompile import (
+    compiling,
+    counted,
+    is_compiling,
+    only_compiling,
+)
 from windlass.kernels.triton.skinny import Tiling
-from windlass.tools.compile import counted
 
 
 class Hopper:
@@ -65,6 +70,28 @@ def test_launches_only_compile_and_a_later_start_finds_the_kernels() -> None:
         skinny.linear(x, weight, tilings[0], space)
     assert counts == {"found": 1}
     assert not is_compiling()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_whole_steps_only_compile() -> None:
+    x, weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+    tiling = Tiling(16, stages=2)
+    space = skinny.Workspace(x.device, 64, [tiling], [tiling])
+    with counted() as counts, only_compiling():
+        found = skinny.linear(x, weight, tiling, space)
+        assert not torch.empty(3, dtype=torch.int32).any()
+        assert not found.new_empty((2, 2)).any()
+        assert is_compiling()
+    assert counts == {"compiled": 1}
+    assert not found.any()
+    assert not is_compiling()
+
+
+def test_an_error_inside_a_step_that_only_compiles_leaves_launches_as_they_were() -> None:
+    launch = JITFunction.run
+    with pytest.raises(RuntimeError, match="a fault"), only_compiling():
+        raise RuntimeError("a fault")
+    assert JITFunction.run is launch
 
 
 class Recorded(TunedGemm):

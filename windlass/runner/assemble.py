@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout, tokens_in_flight
+from windlass.core.types import SlotId, StepPlan
 from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
 from windlass.kernels.prepared import Prepared
@@ -42,6 +45,9 @@ from windlass.runner.warmup import warmup_plans
 
 # Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
+# Steps of up to so many times the tokens that the GPU computes while the host launches one are captured.
+# Measured on an H200 with Qwen3-0.6B: between two steps, the host does other work too.
+_LAUNCH_SLOWDOWN = 2
 # Host memory per slot and per block id in the tables of the runner and the scheduler.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
@@ -210,6 +216,7 @@ class _RunnerBuilder:
         self._loaded = loaded
         self._limits = limits
         self._kv_format = kv_format
+        self._launch_bound = 0  # tokens up to which steps wait for the host's launches
         self.choices: list[Choice] = []  # start-up lines
         parts = loaded.parts
         self._sequence_parallel = SequenceParallel.of(
@@ -230,12 +237,14 @@ class _RunnerBuilder:
         num_blocks: int,
         cache: KVCache | None = None,
         *,
+        captures: bool = True,
         lazy: bool = False,
         splits: bool = True,
     ) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache.
 
-        `lazy`: some graphs are captured later. `splits`: some steps may be split over the ranks.
+        `captures`: steps are captured where they can be; `lazy`: some of them later. `splits`: some
+        steps may be split over the ranks.
         """
         parts = self._loaded.parts
         size, seqs = self._kv_format.layout.block_size, self._limits.max_num_seqs
@@ -269,7 +278,8 @@ class _RunnerBuilder:
             coarse_prompts=self._rounds_coarsely(),
             sequence_parallel=self._sequence_parallel if splits else None,
         )
-        return Runner(runner_parts, self._executors(runner_parts, lazy)), cache
+        executors = self._executors(runner_parts, captures=captures, lazy=lazy)
+        return Runner(runner_parts, executors), cache
 
     def _sampling(self, slots: SlotTables) -> Sampling:
         ops, vocab_size = self._loaded.parts.ops, self._hparams.vocab_size
@@ -281,7 +291,7 @@ class _RunnerBuilder:
         )
         return HostSampling(sampler, slots)
 
-    def _executors(self, parts: RunnerParts, lazy: bool) -> list[Executor]:
+    def _executors(self, parts: RunnerParts, *, captures: bool, lazy: bool) -> list[Executor]:
         """The executors of this device, the fastest first."""
         if self._loaded.parts.ops.is_triton:
             from windlass.runner.cuda.executors import cuda_executors
@@ -295,8 +305,9 @@ class _RunnerBuilder:
                     rank_heads(hparams, mesh, layer).num_kv for layer in range(hparams.num_layers)
                 ),
                 latent=hparams.mla is not None,
-                max_rows=self._limits.max_num_seqs if self._why_eager is None else 0,
+                max_rows=self._limits.max_num_seqs if captures and self._why_eager is None else 0,
                 max_tokens=self._limits.max_num_batched_tokens,
+                launch_bound=self._launch_bound,
                 max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,
                 lazy=lazy,
             )
@@ -359,29 +370,94 @@ class _RunnerBuilder:
     def measure(self) -> dict[str, int]:
         """Bytes of the captured graphs and of the largest step, measured by running them.
 
-        This also compiles the kernels of steps that no graph covers.
+        This also compiles the kernels of steps that no graph covers, and finds out which steps wait for
+        the host's launches.
         """
         parts = self._loaded.parts
         if not parts.ops.is_triton:
             return {}
-        device = parts.device
-        before = _free_after_sync(device)
-        runner, _ = self.make(1, splits=False)  # steps that are not split need more memory
-        graphs = before - _free_after_sync(device)
+        self._compile()
+        activations = self._measure_eager()
+        before = _free_after_sync(parts.device)
+        runner, _ = self.make(1, splits=False)
+        graphs = before - _free_after_sync(parts.device)
+        del runner
+        _free_after_sync(parts.device)
+        return {"graphs": max(0, graphs), "activations": activations}
+
+    def _compile(self) -> None:
+        """Compile the kernels of all steps in parallel, unless the cache has those of the largest.
+
+        Not with several ranks: their collectives would wait for kernels that do not run.
+        """
+        if self._loaded.parts.mesh.world.size > 1:
+            return
+        from windlass.kernels.triton.precompile import counted, only_compiling
+
+        largest, *others = self._warmup_plans()
+        with counted() as counts, only_compiling():
+            self._eager_runner().run(largest)
+        if counts["compiled"]:
+            with only_compiling():
+                runner = self._eager_runner()
+                for plan in others:
+                    runner.run(plan)
+                self.make(1, splits=False)
+
+    def _measure_eager(self) -> int:
+        """Bytes of the largest step."""
+        runner, device = self._eager_runner(), self._loaded.parts.device
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        for plan in warmup_plans(
-            max_tokens=self._limits.max_num_batched_tokens,
-            max_rows=self._limits.max_num_seqs,
-            max_positions=parts.max_positions,
-            slot=runner.padding,
-        ):
+        plans = self._warmup_plans()
+        for plan in plans:
             runner.run(plan)
         activations = torch.cuda.max_memory_allocated(device) - held
         self._pipeline.drain()
-        del runner
-        _free_after_sync(device)
-        return {"graphs": max(0, graphs), "activations": activations}
+        self._measure_launches(runner, plans)
+        return activations
+
+    def _eager_runner(self) -> Runner:
+        """A runner without captured graphs. Steps split over ranks would need less memory."""
+        return self.make(1, captures=False, splits=False)[0]
+
+    def _warmup_plans(self) -> list[StepPlan]:
+        return warmup_plans(
+            max_tokens=self._limits.max_num_batched_tokens,
+            max_rows=self._limits.max_num_seqs,
+            max_positions=self._loaded.parts.max_positions,
+            slot=SlotId(self._limits.max_num_seqs),
+        )
+
+    def _measure_launches(self, runner: Runner, plans: Sequence[StepPlan]) -> None:
+        """Find out up to how many tokens the host launches a step slower than the GPU computes it."""
+        parts = self._loaded.parts
+        if parts.mesh.world.size > 1 or self._why_eager is not None:
+            return
+        largest, *others = plans
+        launched, _ = _timed(runner, min(others, key=lambda plan: plan.num_tokens, default=largest))
+        _, computed = _timed(runner, largest)
+        tokens = largest.num_tokens
+        self._launch_bound = int(_LAUNCH_SLOWDOWN * tokens * launched / computed)
+        from windlass.runner.cuda.mixed import mixed_sizes
+
+        captured = mixed_sizes(self._limits.max_num_batched_tokens, self._launch_bound)[-1]
+        reason = (
+            f"the host launches a step in {1e3 * launched:.1f} ms, and the GPU computes "
+            f"{tokens:,} tokens in {1e3 * computed:.1f} ms"
+        )
+        self.choices.append(Choice("captured mixed steps", f"up to {captured:,} tokens", reason))
+
+
+def _timed(runner: Runner, plan: StepPlan) -> tuple[float, float]:
+    """Seconds until a step is launched, and until it is computed."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    pending = runner.submit(plan)
+    launched = time.perf_counter() - start
+    pending.wait()
+    torch.cuda.synchronize()
+    return launched, time.perf_counter() - start
 
 
 def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -76,6 +77,7 @@ class StepShape(NamedTuple):
     special_sampling: bool  # a row has penalties, logprobs, a grammar or token lists
     max_new_blocks: int  # of one row
     max_start: int  # the longest context before the step
+    max_chunk_start: int  # of rows of more than one token; 0: there is none
 
 
 class SlotFacts:
@@ -122,12 +124,13 @@ class SlotFacts:
     def shape(self, plan: StepPlan, counts: Sequence[int], slots: Sequence[SlotId]) -> StepShape:
         """The shape of a step, from passes over the rows without a Python loop."""
         rows, num_tokens = plan.rows, sum(counts)
+        is_chunk, starts = list(map((1).__lt__, counts)), list(map(_START, rows))
         num_drafts, num_rows_sampled = sum(map(_DRAFTS, rows)), sum(map(_SAMPLE, rows))
         return StepShape(
             num_rows=len(rows),
             num_tokens=num_tokens,
             max_row_tokens=max(counts),
-            num_chunks=sum(map((1).__lt__, counts)),
+            num_chunks=sum(is_chunk),
             num_sampled=num_rows_sampled + num_drafts,
             # A row has at least one token beside its draft tokens.
             decodes=num_tokens == len(rows) + num_drafts and num_rows_sampled == len(rows),
@@ -141,7 +144,8 @@ class SlotFacts:
             pools=_any_of(self._pooled, slots) and self._pools(rows),
             special_sampling=_any_of(self._special, slots),
             max_new_blocks=max(map(len, map(_BLOCKS, rows))),
-            max_start=max(map(_START, rows)),
+            max_start=max(starts),
+            max_chunk_start=max(compress(starts, is_chunk), default=0),
         )
 
     def _pools(self, rows: Sequence[Row]) -> bool:

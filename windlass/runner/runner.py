@@ -45,11 +45,6 @@ class Runner:
         """Announce every plan from now on to other ranks, before it is run here."""
         self.followers = followers
 
-    @property
-    def padding(self) -> SlotId:
-        """The slot of padding rows."""
-        return SlotId(self._parts.slots.num_slots)
-
     def blocks_of(self, slot: SlotId) -> list[BlockId]:
         """The blocks of a slot after the steps submitted so far."""
         return self._parts.slots.blocks_of(slot)

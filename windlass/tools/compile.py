@@ -8,12 +8,8 @@ engine has launched.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
@@ -66,28 +62,11 @@ def _native(what: str, native: Native) -> Filled:
 
 
 def _triton(config: EngineConfig) -> Filled:
+    from windlass.kernels.triton.precompile import counted
+
     with counted() as counts:
         start = time.perf_counter()
         build_engine(config, open_model(config).source).close()
         seconds = time.perf_counter() - start
     how = f"{counts['compiled']} compiled, {counts['found']} found"
     return Filled("Triton kernels", how, seconds=seconds, where=triton_cache_dir())
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the Triton kernels that are compiled or found in the cache while the block runs."""
-    import triton
-
-    counts: Counter[str] = Counter()
-
-    def listen(*, cache_hit: bool, **_: Any) -> None:
-        counts["found" if cache_hit else "compiled"] += 1
-
-    knobs = triton.knobs.compilation
-    before = knobs.listener
-    knobs.listener = listen
-    try:
-        yield counts
-    finally:
-        knobs.listener = before

@@ -7,12 +7,19 @@ ptxas, without Python's lock, so threads compile several at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
+from typing import Any
 
+import torch
 import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime import JITFunction
 
 _MAX_THREADS = 16
 
@@ -37,3 +44,59 @@ def compiling() -> Iterator[None]:
             yield
     finally:
         _compiling.reset(before)
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """All launches of Triton kernels inside start to compile in threads, and compute nothing.
+
+    Whole steps can run so. What a kernel would have written is 0, a valid index for the operations that
+    read it. Leaving waits until all have compiled.
+    """
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        del warmup
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    try:
+        with compiling(), _ZeroFilled():
+            yield
+    finally:
+        JITFunction.run = launch
+
+
+class _ZeroFilled(TorchFunctionMode):
+    """Allocates zeros where torch would leave memory as it was."""
+
+    _zeros: dict[Callable[..., Tensor], Callable[..., Tensor]] = {  # noqa: RUF012
+        torch.empty: torch.zeros,
+        torch.empty_like: torch.zeros_like,
+        Tensor.new_empty: Tensor.new_zeros,
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return self._zeros.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the Triton kernels that are compiled or found in the cache while the block runs."""
+    counts: Counter[str] = Counter()
+    lock = Lock()
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        with lock:  # threads compile
+            counts["found" if cache_hit else "compiled"] += 1
+
+    knobs = triton.knobs.compilation
+    before = knobs.listener
+    knobs.listener = listen
+    try:
+        yield counts
+    finally:
+        knobs.listener = before

@@ -24,6 +24,7 @@ def cuda_executors(
     latent: bool,
     max_rows: int,
     max_tokens: int,
+    launch_bound: int,
     max_draft_tokens: int,
     lazy: bool,
 ) -> list[Executor]:
@@ -33,6 +34,7 @@ def cuda_executors(
     `heads`: the largest of all layers; `num_kv_heads`: the most that a layer has.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
     `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
+    `launch_bound`: tokens up to which steps wait for the host's launches (see `mixed_sizes`);
     `max_draft_tokens`: 0 if there is no speculation. `lazy`: decode and mixed graphs of some sizes are
     captured later (`Executor.capture_next`).
     """
@@ -47,13 +49,14 @@ def cuda_executors(
     eager = EagerExecutor(parts, metadata)
     if not max_rows:
         return [eager]
-    stage = GraphStage(parts, max(max_rows, mixed_sizes(max_tokens)[-1]))
+    sizes = mixed_sizes(max_tokens, launch_bound)
+    stage = GraphStage(parts, max(max_rows, sizes[-1]))
     mixed = MixedGraphs(
         MixedForward(parts, stage, metadata),
         stage,
         parts.slots,
         tile=metadata.tile,
-        max_tokens=max_tokens,
+        sizes=sizes,
         draft_length=max_draft_tokens,
         lazy=lazy,
     )

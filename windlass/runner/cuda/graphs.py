@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.errors import EngineError
 from windlass.kernels.capture import garbage_kept
 from windlass.kernels.storages import Held, held
 
@@ -56,7 +57,11 @@ class CudaBackend:
         return _CudaHostCopy(tensor)
 
     def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        compute()  # compiles kernels outside of the capture
+        from windlass.kernels.triton.precompile import is_compiling
+
+        outputs = compute()  # compiles kernels outside of the capture
+        if is_compiling():
+            return _no_replay, outputs
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Another thread may pin memory for an adapter during the capture.
@@ -64,6 +69,10 @@ class CudaBackend:
         with garbage_kept(), captured:
             outputs = compute()
         return graph.replay, outputs
+
+
+def _no_replay() -> None:
+    raise EngineError("a graph that was not captured cannot be replayed.")
 
 
 class _CudaHostCopy:

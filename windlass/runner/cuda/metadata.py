@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -63,15 +64,25 @@ def attention_tiles(
     return tiles
 
 
-def long_chunks(
-    rows: Sequence[Row], spans: Sequence[Span], tile: int, device: torch.device
-) -> LongChunks | None:
-    """The long chunks of a step, or None. `tile`: prompt tokens per tile of the short chunks."""
+@dataclass(frozen=True, slots=True)
+class ChunkTiles:
+    """The tiles of a step's chunks, as `LongChunks` has them: of the long ones, and of the others."""
+
+    long: list[tuple[int, ...]]
+    others: list[tuple[int, ...]]
+    cached: list[tuple[int, int, slice]]  # slot and cached tokens of a long chunk, and its tiles
+
+
+def chunk_tiles(
+    rows: Sequence[Row], spans: Sequence[Span], tile: int, *, with_cached: bool = True
+) -> ChunkTiles:
+    """Cut the chunks of a step into tiles. `tile`: prompt tokens per tile of the chunks that read pages.
+
+    Without `with_cached`, chunks behind cached tokens read pages too, however long they are.
+    """
     tiles: list[tuple[int, ...]] = []
     cached: list[tuple[int, int, slice]] = []
-    is_long = [span.count >= MIN_LONG for span in spans]
-    if not any(is_long):
-        return None
+    is_long = [span.count >= MIN_LONG and (with_cached or not span.start) for span in spans]
     for row, span in compress(zip(rows, spans, strict=True), is_long):
         starts = range(0, span.count, LONG_TILE)
         if span.start:
@@ -82,11 +93,21 @@ def long_chunks(
         ]
     short = [not each for each in is_long]
     others = attention_tiles(list(compress(rows, short)), list(compress(spans, short)), tile)
-    on_device = to_device(np.array(tiles, dtype=np.int32), device)
+    return ChunkTiles(tiles, others, cached)
+
+
+def long_chunks(
+    rows: Sequence[Row], spans: Sequence[Span], tile: int, device: torch.device
+) -> LongChunks | None:
+    """The long chunks of a step, or None. `tile`: prompt tokens per tile of the short chunks."""
+    if max(span.count for span in spans) < MIN_LONG:
+        return None
+    tiles = chunk_tiles(rows, spans, tile)
+    on_device = to_device(np.array(tiles.long, dtype=np.int32), device)
     return LongChunks(
         on_device,
-        to_device(np.array(others, dtype=np.int32).reshape(-1, 5), device),
-        tuple(CachedContext(slot, start, on_device[own]) for slot, start, own in cached),
+        to_device(np.array(tiles.others, dtype=np.int32).reshape(-1, 5), device),
+        tuple(CachedContext(slot, start, on_device[own]) for slot, start, own in tiles.cached),
     )
 
 

@@ -2,12 +2,14 @@
 
 The GPU computes a step of few tokens faster than the host launches its kernels, so graphs are
 captured for several token counts. Unused entries are padding: they point to the last token, which
-belongs to no request, or to nothing.
+belongs to no request, or to nothing. Graphs of small models reach further: their layers take so
+little time that the host limits steps of thousands of tokens, too.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,11 +19,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.kernels.batch import LORA_TILE, AdapterRows, AttentionWork, LogitsIndices, StepBatch
+from windlass.kernels.batch import (
+    LORA_TILE,
+    AdapterRows,
+    AttentionWork,
+    LogitsIndices,
+    LongChunks,
+    StepBatch,
+)
 from windlass.kernels.storages import Held
 from windlass.runner.adapters import lora_tiles
 from windlass.runner.cuda.graphs import CapturedSizes, Graph, GraphSet, StagedInputs
-from windlass.runner.cuda.metadata import DeviceMetadata, attention_tiles
+from windlass.runner.cuda.metadata import (
+    LONG_TILE,
+    MIN_LONG,
+    ChunkTiles,
+    DeviceMetadata,
+    attention_tiles,
+    chunk_tiles,
+)
 from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.drafter import Drafter, DrafterInputs
 from windlass.runner.eager import RunnerParts
@@ -29,16 +45,29 @@ from windlass.runner.executor import Executor, PendingStep
 from windlass.runner.inputs import StepInputs, StepShape
 from windlass.runner.slots import SlotTables
 
-# Captured token counts. Larger steps keep the GPU busy longer than the host needs to launch them.
+# Captured token counts of every model.
 _SIZES = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+# Token counts of models whose layers the GPU computes faster than the host launches them.
+_LARGE_SIZES = (1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_PADDING = 16  # tokens beside those of a large size, so that a step of just that size fits
 _MAX_CHUNKS = 32  # prompt chunks per step
+_TOKENS_PER_CHUNK = 64  # of large steps, on average at least
+_MAX_CACHED = 2048  # tokens before a chunk of a large graph, which reads them from their pages
 _MAX_DRAFTING_ROWS = 32  # max rows of a mixed step that also drafts
 
 
-def mixed_sizes(max_tokens: int) -> list[int]:
-    """Token counts to capture for an engine whose steps have at most `max_tokens`."""
-    within = [size for size in _SIZES if size < max_tokens]
-    return within + [size for size in _SIZES if size >= max_tokens][:1]
+def mixed_sizes(max_tokens: int, launch_bound: int = 0) -> list[int]:
+    """Token counts to capture for an engine whose steps have at most `max_tokens`.
+
+    `launch_bound`: tokens up to which the host launches a step slower than the GPU computes it.
+    """
+    large = [size + _PADDING for size in _up_to(max_tokens, _LARGE_SIZES) if size <= launch_bound]
+    return _up_to(max_tokens, _SIZES) + (large if max_tokens >= _SIZES[-1] else [])
+
+
+def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes below `count`, and the next one."""
+    return list(sizes[: bisect_left(sizes, count) + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +77,8 @@ class Arrays:
     tokens: Tensor  # [3, tokens]: ids (-1: last sampled token), positions, slots
     singles: Tensor  # [rows]: tokens of one-token rows
     tiles: Tensor  # [tiles, 5]
+    long_tiles: Tensor  # [tiles, 4] or empty: tiles of `LongChunks`
+    other_tiles: Tensor  # [tiles, 5] or empty: those of the other chunks
     logits_indices: Tensor  # [rows]: sampled tokens
     adapters: Tensor  # [2, tokens] or empty: of all tokens, and of one-token rows
     lora_tiles: Tensor  # [tiles, 2] or empty: LoRA tiles of chunks
@@ -73,15 +104,36 @@ class GraphShape:
         return self.tokens // LORA_TILE + self.chunks if self.adapted else 0
 
     @property
+    def is_large(self) -> bool:
+        """Whether long chunks attend to contiguous keys and values, as in eager steps."""
+        return self.tokens > _SIZES[-1]
+
+    @property
+    def num_long_tiles(self) -> int:
+        return self.tokens // LONG_TILE + self.tokens // MIN_LONG if self.is_large else 0
+
+    @property
     def chunks(self) -> int:
+        if self.is_large:
+            return self.tokens // _TOKENS_PER_CHUNK
         return min(_MAX_CHUNKS, self.tokens // 2)
 
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
         adapted = self.tokens if self.adapted else 0
         rows, ends = (self.rows,), (2, self.rows if self.drafting else 0)
-        wide = (3, self.tokens)
-        return [wide, rows, (self.tiles, 5), rows, (2, adapted), (self.num_lora_tiles, 2), ends]
+        others = self.tiles if self.is_large else 0
+        return [
+            (3, self.tokens),
+            rows,
+            (self.tiles, 5),
+            (self.num_long_tiles, 4),
+            (others, 5),
+            rows,
+            (2, adapted),
+            (self.num_lora_tiles, 2),
+            ends,
+        ]
 
     @property
     def numbers(self) -> int:
@@ -103,7 +155,7 @@ class GraphShape:
         input_buffer.zero_()
         arrays.tokens[2] = padding
         arrays.singles[:] = last
-        _put(arrays.tiles, (), (last, 0, padding, 0, 0))
+        self._put_tiles(arrays, [], ChunkTiles([], [], []), padding)
         arrays.logits_indices[:] = last
         _put(arrays.lora_tiles, (), (last, 0))
         if self.drafting:
@@ -113,14 +165,17 @@ class GraphShape:
         """Write a step to a host buffer, with padding in all unused entries."""
         rows, spans, last = inputs.rows, inputs.spans, self.tokens - 1
         arrays = self.parts(input_buffer)
-        tiles = attention_tiles(rows, spans, self.tile)
         ends = [span.first + span.count for span in spans]
         logits_indices = [end - 1 for row, end in zip(rows, ends, strict=True) if row.sample]
         tokens = arrays.tokens.numpy()
         tokens[:] = np.array([[0], [0], [padding]])
         inputs.pack(tokens)
         _put(arrays.singles, [span.first for span in spans if span.count == 1], last)
-        _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
+        tiles = attention_tiles(rows, spans, self.tile)
+        of_chunks = ChunkTiles([], [], [])
+        if self.is_large:
+            of_chunks = chunk_tiles(rows, spans, self.tile, with_cached=False)
+        self._put_tiles(arrays, tiles, of_chunks, padding)
         _put(arrays.logits_indices, logits_indices, last)
         if self.adapted:
             counts = inputs.counts
@@ -133,6 +188,19 @@ class GraphShape:
             unsampled = [end - 1 for row, end in zip(rows, ends, strict=True) if not row.sample]
             _put(arrays.ends[0], unsampled, last)
             _put(arrays.ends[1], inputs.following(), 0)
+
+    def _put_tiles(
+        self,
+        arrays: Arrays,
+        tiles: list[tuple[int, ...]],
+        of_chunks: ChunkTiles,
+        padding: int,
+    ) -> None:
+        last = self.tokens - 1
+        _put(arrays.tiles, tiles, (last, 0, padding, 0, 0))
+        # Programs of long tiles have at least one key.
+        _put(arrays.long_tiles, of_chunks.long, (last, 0, last, 1))
+        _put(arrays.other_tiles, of_chunks.others, (last, 0, padding, 0, 0))
 
     def adapters(self, arrays: Arrays) -> tuple[AdapterRows | None, AdapterRows | None]:
         """The adapters of all tokens, and of the sampled ones."""
@@ -178,11 +246,11 @@ class MixedGraphs(Executor):
         slots: SlotTables,
         *,
         tile: int,
-        max_tokens: int,
+        sizes: Sequence[int],
         draft_length: int,
         lazy: bool,
     ) -> None:
-        """`tile`: prompt tokens per attention tile; `max_tokens`: of the largest step.
+        """`tile`: prompt tokens per attention tile; `sizes`: token counts to capture, ascending.
 
         `draft_length`: draft tokens per row that graphs with a drafter make. `lazy`: capture some sizes
         later.
@@ -192,12 +260,13 @@ class MixedGraphs(Executor):
         self._slots = slots
         self._padding = slots.num_slots  # the slot of padding rows
         self._tile = tile
-        self._sizes = CapturedSizes(mixed_sizes(max_tokens), lazy)
+        self._sizes = CapturedSizes(sizes, lazy)
         self._drafts = False  # whether graphs with a drafter are captured too
         self._draft_length = draft_length
         self._inputs: dict[GraphShape, StagedInputs] = {}
         self._graphs: GraphSet[GraphShape, tuple[Tensor, ...]] = GraphSet(stage.backend, self._run)
-        self.max_mixed_tokens = self._sizes.largest - 1  # the last is padding
+        self._max_small = max(size for size in sizes if size <= _SIZES[-1])
+        self.max_mixed_tokens = self._max_small - 1  # the last is padding
         for tokens in self._sizes.at_start:
             self._capture(self._shape(tokens))
 
@@ -207,14 +276,15 @@ class MixedGraphs(Executor):
         self._forward.attach(drafter)
         self._drafts = True
         for tokens in self._sizes.at_start:
-            self._capture(self._shape(tokens, draft_length=self._draft_length))
+            if tokens <= self._max_small:
+                self._capture(self._shape(tokens, draft_length=self._draft_length))
 
     def capture_next(self) -> bool:
         tokens = self._sizes.next_missing()
         if tokens is None:
             return False
         self._capture(self._shape(tokens))
-        if self._drafts:
+        if self._drafts and tokens <= self._max_small:
             self._capture(self._shape(tokens, draft_length=self._draft_length))
         return True
 
@@ -261,6 +331,8 @@ class MixedGraphs(Executor):
             return "more tokens than captured"
         if shape.num_rows > graph.rows:
             return "more rows than captured"
+        if graph.is_large and shape.max_chunk_start > _MAX_CACHED:
+            return "a chunk follows many cached tokens"
         return "more chunks than captured" if shape.num_chunks > graph.chunks else None
 
     def _refuses_results(self, shape: StepShape) -> str | None:
@@ -274,7 +346,9 @@ class MixedGraphs(Executor):
 
     def _for(self, shape: StepShape) -> GraphShape | None:
         """The shape of the smallest graph with a token left for padding."""
-        if shape.num_tokens >= self._sizes.largest:
+        # Large graphs are of plain steps: every other kind would need memory for graphs of its own.
+        is_plain = not (shape.draft_length or shape.adapted)
+        if shape.num_tokens >= (self._sizes.largest if is_plain else self._max_small):
             return None
         draft_length = self._draft_length if shape.draft_length else 0
         return self._shape(self._sizes.fit(shape.num_tokens + 1), shape.adapted, draft_length)
@@ -312,6 +386,7 @@ class MixedForward:
             tiles=arrays.tiles,
             splits=metadata.splits(shape.rows),
             counters=metadata.counters,
+            long=LongChunks(arrays.long_tiles, arrays.other_tiles) if shape.is_large else None,
         )
         batch = StepBatch(
             positions=positions,
