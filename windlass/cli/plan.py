@@ -298,9 +298,8 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 def _scale(options: Options, given: Mapping[str, Any]) -> int:
     """Compare layouts on several GPUs. `given` are the flags of `plan`."""
-    from windlass.tools.plan.scaling import ScalingQuery
-    from windlass.tools.plan.scaling_on_h200 import plan_on_h200
-    from windlass.tools.plan.show_scaling import show_scaling
+    from windlass.tools.plan.scaling import ScalingQuery, plan_on_h200
+    from windlass.tools.plan.show import show_scaling
 
     sized = [name for name in ("num_blocks", "kv_cache_memory_bytes") if name in options.values]
     if sized:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -91,13 +92,20 @@ def prompt_macs(network: Network) -> int | None:
     """Multiply-adds of the layers' GEMMs per token of a prompt. None: a token is multiplied with some experts."""
     if any(isinstance(module, Experts) for module in network.modules()):
         return None
-    layers = [
+    return num_weights(
         module
         for name, module in network.named_modules()
         if isinstance(module, Linear) and "layers" in name
-    ]
-    num_packed = sum(math.prod(item.shape) for layer in layers for item in layer.gemms)
-    return num_packed + sum(layer.weight.numel() for layer in layers if layer.weight is not None)
+    )
+
+
+def num_weights(layers: Iterable[Linear]) -> int:
+    """Weights of these layers, with which each of their tokens is multiplied."""
+    total = 0
+    for layer in layers:
+        total += sum(math.prod(gemm.shape) for gemm in layer.gemms)
+        total += layer.weight.numel() if layer.weight is not None else 0
+    return total
 
 
 def synchronise(device: torch.device) -> None:

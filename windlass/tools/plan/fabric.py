@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from windlass.tools.plan.assumption import Assumption
+from windlass.tools.plan.kernel_times import Assumption
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
 

@@ -33,7 +33,7 @@ from windlass.quant.detect import detect
 from windlass.quant.file_dtype import FileDtype
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.device import choose_dtype
-from windlass.tools.common.device import traffic_of
+from windlass.tools.common.device import num_weights, traffic_of
 from windlass.tools.plan.quality import REFERENCE, Retention, typical_gguf, typical_stored
 
 STORED = "as stored"
@@ -62,12 +62,27 @@ class FormatSize:
 
     name: str  # one of FORMATS
     options: dict[str, Any]  # of `serve`, to select the format
-    held: str  # forms in memory with their numbers of matrices: "int4, groups of 128: 210; bfloat16: 1"
+    dtype: torch.dtype
+    forms: Counter[str]  # in memory, with their numbers of matrices
     weight_bytes: int
     read_bytes: int  # per decode step; includes writing and reading unpacked copies, not experts
     expert_bytes: int
     num_weights: int  # that each token is multiplied with
-    dtype: torch.dtype
+
+    @property
+    def held(self) -> str:
+        """int4, groups of 128: 210; bfloat16: 1"""
+        return "; ".join(f"{form}: {count}" for form, count in self.forms.most_common())
+
+    def extrapolate(self, longer: FormatSize, times: int) -> FormatSize:
+        """Add the difference to `longer`, which has one layer more, this many times."""
+        own, other = self.forms, longer.forms
+        sizes = {
+            name: getattr(self, name) + times * (getattr(longer, name) - getattr(self, name))
+            for name in ("weight_bytes", "read_bytes", "expert_bytes", "num_weights")
+        }
+        forms = {form: own[form] + times * (other[form] - own[form]) for form in other}
+        return replace(self, forms=Counter(forms), **sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +95,6 @@ class FormatSizes:
     quality: Retention  # of the weights as stored
 
 
-def check_names(names: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in FORMATS]
-    if unknown or not names:
-        raise ConfigError(
-            f"--formats: {', '.join(map(repr, unknown)) or 'nothing'} is not a format. "
-            f"Known: {', '.join(FORMATS)}."
-        )
-
-
 def size_formats(
     config: ModelConfig,
     hparams: HParams,
@@ -97,7 +103,12 @@ def size_formats(
     names: Sequence[str] = FORMATS,
 ) -> FormatSizes:
     """Compute the sizes of the named formats without reading a weight."""
-    check_names(names)
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown or not names:
+        raise ConfigError(
+            f"--formats: {', '.join(map(repr, unknown)) or 'nothing'} is not a format. "
+            f"Known: {', '.join(FORMATS)}."
+        )
     sizer = _Sizer(config=config, hparams=hparams, checkpoint=checkpoint, target=target)
     stored, choice = sizer.stored()
     refused: dict[str, str] = {}
@@ -116,7 +127,7 @@ def size_formats(
             )
             continue
         try:
-            formats.append(sizer.online(name, _options(name)))
+            formats.append(sizer.online(name))
         except (ConfigError, UnsupportedError) as error:
             refused[name] = str(error)
     quality = sizer.typical_quality() if quantised else REFERENCE
@@ -128,53 +139,6 @@ def _options(name: str) -> dict[str, Any]:
         return {"dtype": "bfloat16"}
     options: dict[str, Any] = {"quantization": name.removesuffix(HEAD)}
     return options | ({"quantize_head": True} if name.endswith(HEAD) else {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Sizes of a network."""
-
-    weight_bytes: int
-    read_bytes: int
-    expert_bytes: int
-    num_weights: int
-    held: Counter[str]
-
-    def extrapolate(self, longer: _Counts, times: int) -> _Counts:
-        """Add the difference to `longer` this many times."""
-
-        def add(own: int, other: int) -> int:
-            return own + times * (other - own)
-
-        return _Counts(
-            weight_bytes=add(self.weight_bytes, longer.weight_bytes),
-            read_bytes=add(self.read_bytes, longer.read_bytes),
-            expert_bytes=add(self.expert_bytes, longer.expert_bytes),
-            num_weights=add(self.num_weights, longer.num_weights),
-            held=Counter({form: add(self.held[form], longer.held[form]) for form in longer.held}),
-        )
-
-    def format_size(self, name: str, options: dict[str, Any], dtype: torch.dtype) -> FormatSize:
-        return FormatSize(
-            name=name,
-            options=options,
-            held="; ".join(f"{form}: {count}" for form, count in self.held.most_common()),
-            weight_bytes=self.weight_bytes,
-            read_bytes=self.read_bytes,
-            expert_bytes=self.expert_bytes,
-            num_weights=self.num_weights,
-            dtype=dtype,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _MetaNetwork:
-    """A network of meta tensors."""
-
-    network: Network
-    layers: list[Linear]
-    linears: Linears
-    choice: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,34 +195,32 @@ class _Sizer:
 
     def stored(self) -> tuple[FormatSize, str]:
         """Return the size as stored, and the stored format. Layers may differ, so all are counted."""
-        made = self._meta_network(self._config, self._hparams)
-        self.quantised = any(_is_quantised(layer) for layer in made.layers)
-        return self._counts(made).format_size(STORED, {}, made.linears.dtype), made.choice
+        network, made = self._network(self._hparams, {})
+        self.quantised = any(_is_quantised(layer) for layer in _linear_layers(network))
+        return self._size(STORED, {}, network, made.linears), made.choice
 
-    def online(self, name: str, options: dict[str, Any]) -> FormatSize:
+    def online(self, name: str) -> FormatSize:
         """Return the size when quantised while loading. Of equal layers two are enough to count."""
-        config, hparams = replace(self._config, **options), self._hparams
+        hparams, options = self._hparams, _options(name)
         differ = hparams.mixes_heads or hparams.num_kv_shared_layers
         if differ or (hparams.moe is not None and len(set(hparams.moe.layers)) > 1):
-            made = self._meta_network(config, hparams)
-            return self._counts(made).format_size(name, options, made.linears.dtype)
-        one, two = (
-            self._meta_network(
-                config, replace(hparams, num_layers=number, sliding_windows=(None,) * number)
-            )
-            for number in (1, 2)
-        )
-        counts = self._counts(one).extrapolate(self._counts(two), hparams.num_layers - 1)
-        return counts.format_size(name, options, one.linears.dtype)
+            network, made = self._network(hparams, options)
+            return self._size(name, options, network, made.linears)
+        sizes = []
+        for count in (1, 2):
+            shorter = replace(hparams, num_layers=count, sliding_windows=(None,) * count)
+            network, made = self._network(shorter, options)
+            sizes.append(self._size(name, options, network, made.linears))
+        one, two = sizes
+        return one.extrapolate(two, hparams.num_layers - 1)
 
-    def _meta_network(self, config: ModelConfig, hparams: HParams) -> _MetaNetwork:
+    def _network(self, hparams: HParams, options: dict[str, Any]) -> tuple[Network, MetaParts]:
+        """A network of meta tensors."""
+        config = replace(self._config, **options)
         made = meta_parts(config, hparams, checkpoint=self._checkpoint, target=self._target)
         network = make_network(hparams, made.parts)
         outline(network)
-        layers = [module for module in network.modules() if isinstance(module, Linear)]
-        return _MetaNetwork(
-            network=network, layers=layers, linears=made.linears, choice=made.choice
-        )
+        return network, made
 
     def typical_quality(self) -> Retention:
         """Return the published retention of the stored format."""
@@ -273,39 +235,44 @@ class _Sizer:
             sizes[stored.format] += stored.num_bytes
         return typical_gguf(sizes.most_common(1)[0][0] if sizes else "")
 
-    def _counts(self, made: _MetaNetwork) -> _Counts:
-        gemms = [gemm for layer in made.layers for gemm in layer.gemms]
-        weights = [layer.weight for layer in made.layers if layer.weight is not None]
-        modules = made.network.modules()
+    def _size(
+        self, name: str, options: dict[str, Any], network: Network, linears: Linears
+    ) -> FormatSize:
+        layers, modules = _linear_layers(network), list(network.modules())
+        gemms = [gemm for layer in layers for gemm in layer.gemms]
         tables = [item for m in modules if isinstance(m, PackedEmbedding) for item in m.gemms]
         repacked, table_repacked, num_unpacked = 0, 0, 0
         if self._target.present:
-            sizes = _RepackedSizes(made.linears)
+            sizes = _RepackedSizes(linears)
             # Kernels repack weights: their tiles may take more bytes, or fewer.
             repacked, table_repacked = (
                 sum(sizes.num_bytes(item) - item.prepared.num_bytes for item in some)
                 for some in (gemms, tables)
             )
             num_unpacked = sum(math.prod(item.shape) for item in gemms if item.kernel == "plain")
-        plain = str(made.linears.dtype).removeprefix("torch.")
-        traffic = traffic_of(made.network, 0)
-        experts = [module for module in made.network.modules() if isinstance(module, Experts)]
+        plain = str(linears.dtype).removeprefix("torch.")
+        traffic = traffic_of(network, 0)
+        experts = [module for module in modules if isinstance(module, Experts)]
         prepared = [each.down.prepared for each in experts]
-        return _Counts(
-            weight_bytes=made.network.weight_bytes + repacked + table_repacked,
+        forms = [
+            *(_form(gemm, plain) for gemm in gemms),
+            *(plain for layer in layers if layer.weight is not None),
+            *(f"experts, {each.form}" for each in prepared if each is not None),
+        ]
+        return FormatSize(
+            name=name,
+            options=options,
+            dtype=linears.dtype,
+            forms=Counter(forms),
+            weight_bytes=network.weight_bytes + repacked + table_repacked,
             read_bytes=traffic.weight_bytes + repacked + _UNPACKING_BYTES * num_unpacked,
             expert_bytes=traffic.expert_bytes,
-            num_weights=sum(math.prod(item.shape) for item in gemms)
-            + sum(weight.numel() for weight in weights)
-            + sum(each.num_active_weights for each in experts),
-            held=Counter(
-                [
-                    *(_form(gemm, plain) for gemm in gemms),
-                    *[plain] * len(weights),
-                    *(f"experts, {each.form}" for each in prepared if each is not None),
-                ]
-            ),
+            num_weights=num_weights(layers) + sum(each.num_active_weights for each in experts),
         )
+
+
+def _linear_layers(network: Network) -> list[Linear]:
+    return [module for module in network.modules() if isinstance(module, Linear)]
 
 
 def _form(gemm: PackedGemm, plain: str) -> str:

@@ -20,7 +20,6 @@ import torch
 
 from windlass.errors import ConfigError
 from windlass.tools.common.record import Record, read_record
-from windlass.tools.plan.assumption import Assumption
 
 # fp8 blocks: one scale per 128 x 128 weights. experts: all of a layer, with routing and the sum.
 # latent projection: of MLA's queries and outputs. latent prompts: attention of a prompt's tokens to keys
@@ -49,6 +48,15 @@ _PULL = 1e-3  # towards the default, for numbers that no point depends on
 
 
 _PLAIN_NAMES = ("bf16", "fp8", "fp8 blocks", "other codes", "small")
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One assumption of an estimate, and where its value is from."""
+
+    name: str
+    value: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,17 +30,23 @@ from windlass.models.source import resolve
 from windlass.models.stages import Stage
 from windlass.runner.device import gib, kv_dtype
 from windlass.runner.sequence_parallel import MIN_TOKENS
-from windlass.tools.common.price import Price
-from windlass.tools.plan.assumption import Assumption
+from windlass.tools.common.price import Price, gpu_price, price_of
 from windlass.tools.plan.fabric import Fabric
 from windlass.tools.plan.formats import Target, meta_parts
-from windlass.tools.plan.kernel_times import KernelKind, KernelTimes
+from windlass.tools.plan.kernel_times import (
+    Assumption,
+    KernelKind,
+    KernelTimes,
+    read_kernel_times,
+)
 from windlass.tools.plan.rank_work import RankWork, StepSize
 
 BATCHES = (1, 8, 64, 256)
 PROMPT = 2048  # tokens of the prompt whose TTFT is estimated
 _SAME_SPEED = 0.97  # of the fastest: counts as equal
 _RESERVE_BYTES = 3 * 2**30
+_GPU = "H200"  # whose kernels were measured
+_GPU_MEMORY = 139 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,35 @@ class ScalingQuery:
                     yield RankShape(tp, pp)
                 if (self.expert_parallel and self.tp is not None) or (has_experts and tp > 1):
                     yield RankShape(tp, pp, expert_parallel=True)
+
+
+def plan_on_h200(
+    config: EngineConfig,
+    query: ScalingQuery,
+    *,
+    memory: int | None = None,
+    link_bandwidth: float | None = None,
+    price_per_hour: float | None = None,
+    records: Path | None = None,
+) -> ScalingPlan:
+    """Compare layouts. `records`: a folder that may have measured kernels of divided weights."""
+    if config.model.device == "cpu":
+        raise ConfigError("--device cpu: only GPUs are planned together. Omit the flag.")
+    if memory is not None and memory < 1:
+        raise ConfigError(f"--memory must be above 0, got {memory}. Example: 139GiB.")
+    if link_bandwidth is not None and link_bandwidth <= 0:
+        raise ConfigError(
+            f"--link-bandwidth must be above 0, got {link_bandwidth:g}. Example: 450GB/s."
+        )
+    gpu = Gpu(
+        name=_GPU,
+        memory=_GPU_MEMORY if memory is None else memory,
+        memory_source="what an H200 has free" if memory is None else "--memory",
+        price=gpu_price(_GPU) if price_per_hour is None else price_of(price_per_hour, "cuda"),
+    )
+    fabric = Fabric() if link_bandwidth is None else Fabric(bandwidth=link_bandwidth)
+    times = read_kernel_times(records, _GPU)
+    return ScalingModel(config, gpu=gpu, times=times, fabric=fabric).plan(query)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prints plans (formats, grid, memory, choice) and predictions of loads as text."""
+"""Prints plans of one device and of several, and predictions of loads, as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from windlass.runner.device import gib
 from windlass.tools.common.report import plain_table, wide_console
 from windlass.tools.common.summary import line_of
+from windlass.tools.plan.scaling import PROMPT, Layout, ScalingPlan
 from windlass.tools.plan.select import Candidate, Plan
 from windlass.tools.plan.speed import Factor
 from windlass.tools.plan.what_if import Prediction
@@ -175,6 +176,77 @@ def _quality(item: Candidate) -> str:
         return "?"
     letter = "" if retention.basis == "reference" else f" {retention.basis[0]}"
     return f"{retention.value:.3f}{letter}"
+
+
+def show_scaling(found: ScalingPlan, command: str | None, *, explain: bool) -> None:
+    """Print the layouts and the choice. `command` serves it; `explain` lists the assumptions."""
+    console = wide_console()
+    console.print(
+        f"{found.model}, {found.format}, on {found.devices} x {found.gpu} with "
+        f"{gib(found.memory_bytes)} each; contexts of {found.context:,} tokens"
+    )
+    console.print()
+    console.print(_layouts(found))
+    console.print()
+    for name, why in found.refused.items():
+        console.print(f"{name}: {why}")
+    console.print(f"Times are a model, {found.checked}. --explain lists what it assumes.")
+    if explain:
+        console.print()
+        for layout in found.layouts:
+            if layout.fits and layout.expert_combine_ms:
+                rules = layout.expert_combine_ms.items()
+                times = ", ".join(f"{ms:,.2f} ms with {rule}" for rule, ms in rules)
+                console.print(f"  experts of {layout.name}, a prompt's collectives: {times}")
+            if layout.fits and layout.split_ttft_ms != layout.ttft_ms:
+                console.print(
+                    f"  {layout.name} with --enable-sequence-parallel: TTFT of {PROMPT:,} "
+                    f"{layout.split_ttft_ms:,.1f} ms instead of {layout.ttft_ms:,.1f} ms"
+                )
+        for item in found.assumptions:
+            console.print(f"  {item.name}: {item.value} [{item.source}]")
+    console.print()
+    if command is None:
+        console.print(f"No choice: {found.reason}")
+        return
+    console.print(f"Recommended: {found.reason}")
+    console.print(f"  {command}")
+
+
+def _layouts(found: ScalingPlan) -> Table:
+    table = _table("layout")
+    batches = found.layouts[0].batches
+    for heading in (
+        "weights per GPU",
+        "KV per token and GPU",
+        "max tokens",
+        *(f"tok/s x {each.requests}" for each in batches),
+        f"TTFT of {PROMPT:,}, ms",
+        f"TPOT x {found.concurrency}, ms",
+        f"communication x {found.concurrency}",
+        f"$ per M tokens x {found.concurrency}",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layout in found.layouts:
+        table.add_row(*_layout_cells(layout, found.concurrency))
+    return table
+
+
+def _layout_cells(layout: Layout, concurrency: int) -> list[str]:
+    own = layout.batch(concurrency)
+    cost = own.usd_per_million
+    cells = [layout.name, gib(layout.weight_bytes), gib(layout.kv_token_bytes)]
+    if not layout.fits:
+        return [*cells, "does not fit"]
+    return [
+        *cells,
+        f"{layout.max_tokens:,}",
+        *(f"{each.tok_s:,.0f}" if each.fits else "-" for each in layout.batches),
+        f"{layout.ttft_ms:,.1f}",
+        f"{own.tpot_ms:,.2f}",
+        f"{own.communication:.0%}",
+        "-" if cost is None else f"{cost:,.2f}",
+    ]
 
 
 def prediction_lines(

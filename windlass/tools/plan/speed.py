@@ -56,28 +56,11 @@ class Machine:
         """Estimate a step that reads `num_bytes` and computes `num_macs` multiply-adds."""
         factor = self.factor
         reading = num_bytes / (self.bandwidth * factor.share)
-        computing = self._gemm_seconds(num_macs) / factor.gemm_share
+        computing = self.gemm_seconds(num_macs) / factor.gemm_share
         return max(reading, computing) + num_layers * factor.layer_seconds
 
-    def _gemm_seconds(self, num_macs: float) -> float:
+    def gemm_seconds(self, num_macs: float) -> float:
         return 2 * num_macs / self.flops if self.flops else 0.0
-
-    def fit_factor(self, one: MeasuredStep, many: MeasuredStep, source: str) -> Factor:
-        """Fit the factor to a step with one row and a step with many rows."""
-        share = one.num_bytes / self.bandwidth / one.seconds
-        gemm_share = self._gemm_seconds(many.num_macs) / many.seconds
-        return Factor(
-            share=round(share, 4), gemm_share=round(gemm_share, 4), layer_seconds=0.0, source=source
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """Work and time of a measured decode step."""
-
-    num_bytes: float
-    num_macs: float
-    seconds: float
 
 
 def default_factor(device: str) -> Factor:

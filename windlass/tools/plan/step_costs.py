@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,10 +25,10 @@ from windlass.runner.device import choose_device, choose_threads, size_cache
 from windlass.runner.kv_copies import reserved_bytes
 from windlass.runner.load import load_network
 from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
-from windlass.tools.common.device import traffic_of
+from windlass.tools.common.device import num_weights, traffic_of
 from windlass.tools.plan.calibrate import CalibrationLimits, calibrate
 from windlass.tools.plan.cost_model import CostModel
-from windlass.tools.plan.speed import MeasuredStep, measure_machine, save_factor
+from windlass.tools.plan.speed import Factor, measure_machine, save_factor
 
 if TYPE_CHECKING:
     from windlass.runner.load import Loaded
@@ -85,16 +84,7 @@ class MeasuredSteps:
         )
 
     def to_json(self) -> dict[str, Any]:
-        names = (
-            "device",
-            "kv_dtype",
-            "weight_bytes",
-            "rows",
-            "tokens",
-            "date",
-            "spread",
-            "code",
-        )
+        names = ("device", "kv_dtype", "weight_bytes", "rows", "tokens", "date", "spread", "code")
         return {"costs": self.costs.to_json(), **{name: getattr(self, name) for name in names}}
 
     @classmethod
@@ -277,19 +267,16 @@ def _save_factor(
     device = weights.parts.device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     layers = [module for module in weights.network.modules() if isinstance(module, Linear)]
-    num_weights = sum(math.prod(item.shape) for layer in layers for item in layer.gemms)
-    num_weights += sum(layer.weight.numel() for layer in layers if layer.weight is not None)
-    traffic = traffic_of(weights.network, 0)
-    one, many = (
-        MeasuredStep(
-            num_bytes=int(traffic.step_bytes(0, rows)),
-            num_macs=rows * num_weights,
-            seconds=costs.decode_seconds(rows, 1),
-        )
-        for rows in (1, _MANY_ROWS)
+    machine = measure_machine(device, dtype)
+    reading = traffic_of(weights.network, 0).step_bytes(0, 1) / machine.bandwidth
+    computing = machine.gemm_seconds(_MANY_ROWS * num_weights(layers))
+    factor = Factor(
+        share=round(reading / costs.decode_seconds(1, 1), 4),
+        gemm_share=round(computing / costs.decode_seconds(_MANY_ROWS, 1), 4),
+        layer_seconds=0.0,
+        source=f"as steps of {opened.files.name} did on {datetime.now(UTC).date()}",
     )
-    source = f"as steps of {opened.files.name} did on {datetime.now(UTC).date()}"
-    save_factor(device, dtype, measure_machine(device, dtype).fit_factor(one, many, source))
+    save_factor(device, dtype, factor)
 
 
 def _read(path: Path) -> MeasuredSteps:
