@@ -44,7 +44,7 @@ def test_perplexity_matches_transformers(
             scores = default_reference(tokens[None]).logits[0].log_softmax(-1)
         first = item.window.first
         total -= scores[first:-1].gather(-1, tokens[first + 1 :, None]).sum().item()
-        count += item.num_scored
+        count += len(item.window.tokens) - 1 - first
     assert outcome.overall.tokens == count
     assert outcome.overall.perplexity == pytest.approx(math.exp(total / count), rel=1e-3)
     against = outcome.overall.against

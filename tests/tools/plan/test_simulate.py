@@ -187,7 +187,7 @@ def test_calibration_recovers_the_cost_model() -> None:
         pair_s=1e-7,
     )
     runner = _CostRunner(costs)
-    limits = CalibrationLimits.with_blocks(rows=32, tokens=512, positions=2048, block_size=16)
+    limits = CalibrationLimits(rows=32, tokens=512, positions=2048, block_size=16)
     measured = calibrate(runner, limits, clock=lambda: runner.at)
     assert measured.spread == pytest.approx(0, abs=1e-9)
     found = measured.costs
@@ -219,7 +219,7 @@ def test_disturbed_calibration_is_reported() -> None:
         choice_s=0.001,
     )
     quiet, runner = _CostRunner(costs), _Disturbed(costs)
-    limits = CalibrationLimits.with_blocks(rows=32, tokens=512, positions=2048, block_size=16)
+    limits = CalibrationLimits(rows=32, tokens=512, positions=2048, block_size=16)
     calibrate(quiet, limits, clock=lambda: quiet.at)
     runner.since = quiet.at / 2
     found = calibrate(runner, limits, clock=lambda: runner.at)

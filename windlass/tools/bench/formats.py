@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError
+from windlass.layers.linear import Linear
+from windlass.models.network import Network
 from windlass.tools.bench.checkpoints import (
     FORMATS,
     REFERENCE,
@@ -26,17 +29,12 @@ from windlass.tools.bench.checkpoints import (
     Log,
     find_formats,
 )
-from windlass.tools.common.compare import (
-    QualityComparison,
-    Speed,
-    SpeedComparison,
-    bits_per_weight,
-    is_unpacked,
-    weight_kernels,
-)
-from windlass.tools.common.device import release_memory
+from windlass.tools.bench.throughput import WindlassEngine
+from windlass.tools.common.device import release_memory, weight_kernels
 from windlass.tools.common.record import Record, saved_rows
-from windlass.tools.common.workload import Sizes
+from windlass.tools.common.requests import Request
+from windlass.tools.common.workload import Sizes, Workload, find
+from windlass.tools.eval.compare import QualityComparison
 from windlass.tools.eval.data import Corpus, read_corpus
 from windlass.tools.eval.metrics import Quality
 from windlass.tools.eval.windows import Cut
@@ -50,6 +48,7 @@ _NOTES = (
 _SPEED_NOTE = " tok/s: decode, and relative to the float32 model in alternating runs."
 _NUM_BLOCKS = 256  # KV cache blocks, more than the short runs need
 _SIZES = Sizes(input_len=32, output_len=32)
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +177,8 @@ class _Bench:
         )
 
     @cached_property
-    def _speed(self) -> SpeedComparison:
-        return SpeedComparison(self._small(self._reference), self._config.repeat, _SIZES)
+    def _speed(self) -> _SpeedComparison:
+        return _SpeedComparison(self._small(self._reference), self._config.repeat)
 
     def quality(self, format_: Format) -> dict[str, Any]:
         """Size and quality of a format."""
@@ -189,13 +188,14 @@ class _Bench:
         served = self._quality.build(config)
         network = served.weights.network
         figures: dict[str, Any] = {
-            "bits": round(bits_per_weight(network), 2),
+            "bits": _bits_per_weight(network),
             "weight_bytes": served.weights.weight_bytes,
             "file_bytes": self._file_bytes(format_, config),
             "kernels": weight_kernels(network),
         }
         as_served = exact = self._quality.compare(served)
-        if not is_unpacked(network):
+        # If every GEMM uses torch, float32 arithmetic gives the same results.
+        if any(gemm.kernel != "torch" for linear in _linears(network) for gemm in linear.gemms):
             del served, network
             exact = self._quality.compare(self._quality.build(self._exact(config)))
         served_row = _quality_row(as_served)
@@ -205,14 +205,14 @@ class _Bench:
     def speed(self, format_: Format) -> dict[str, Any]:
         """Decode speeds of a format."""
         if format_.name == REFERENCE:
-            return _speed_row(self._speed.reference_speeds())
-        return _speed_row(self._speed.compare(self._small(self._config_of(format_))))
+            return self._speed.reference_row()
+        return self._speed.row(self._small(self._config_of(format_)))
 
     def _reference_quality(self) -> dict[str, Any]:
         weights = self._quality.reference.weights
         quality = self._quality.reference_quality()
         return {
-            "bits": round(bits_per_weight(weights.network), 2),
+            "bits": _bits_per_weight(weights.network),
             "weight_bytes": weights.weight_bytes,
             "tokens": quality.tokens,
             "perplexity": _short(quality.perplexity),
@@ -242,6 +242,67 @@ class _Bench:
         return replace(config, cache=replace(config.cache, num_blocks=_NUM_BLOCKS))
 
 
+class _SpeedComparison:
+    """Measures engines in alternation with the reference's engine, which it owns.
+
+    The speed of a shared CPU drifts within minutes: the ratio of two consecutive runs is stable even
+    when neither speed is.
+    """
+
+    def __init__(self, reference: EngineConfig, repeat: int) -> None:
+        self._workloads = {rows: find(f"decode_b{rows}", _SIZES) for rows in (1, 8)}
+        self._repeat = repeat
+        self._reference = self._engine(reference)
+
+    def reference_row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for rows, work in self._workloads.items():
+            runs = [_decode_tok_s(self._reference, work, i) for i in range(self._repeat)]
+            row |= {f"tok_s_b{rows}": round(median(runs), 2), f"speedup_b{rows}": 1.0}
+        return row
+
+    def row(self, config: EngineConfig) -> dict[str, Any]:
+        """Speeds by batch size, also relative to the reference."""
+        engines = self._engine(config), self._reference
+        row: dict[str, Any] = {}
+        for rows, work in self._workloads.items():
+            pairs = [
+                [_decode_tok_s(engine, work, i) for engine in engines] for i in range(self._repeat)
+            ]
+            row[f"tok_s_b{rows}"] = round(median(own for own, _ in pairs), 2)
+            row[f"speedup_b{rows}"] = round(median(own / other for own, other in pairs), 2)
+        return row
+
+    def _engine(self, config: EngineConfig) -> WindlassEngine:
+        engine = WindlassEngine(config, open_model(config))
+        for workload in self._workloads.values():  # warm up
+            requests = workload.requests(engine.vocab_size)
+            engine.run([Request(request.prompt[:16], 4) for request in requests])
+        return engine
+
+
+def _decode_tok_s(engine: WindlassEngine, workload: Workload, draw: int) -> float:
+    engine.reset()
+    result = engine.run(workload.requests(engine.vocab_size, draw + 1))
+    assert result.window is not None, "all requests of a decode workload decode together"
+    return result.window.tok_s
+
+
+def _linears(network: Network) -> list[Linear]:
+    return [module for module in network.modules() if isinstance(module, Linear)]
+
+
+def _bits_per_weight(network: Network) -> float:
+    """Bits per weight of the decoder's matrices in memory, including scales."""
+    num_bytes = weights = 0
+    for path, module in network.named_modules():
+        if isinstance(module, Linear) and not path.endswith(_HEAD):
+            num_bytes += module.gemm_bytes
+            num_bytes += module.weight.nbytes if module.weight is not None else 0
+            weights += sum(module.parts.values()) * module.num_in
+    return round(8 * num_bytes / weights, 2)
+
+
 def _quality_row(quality: Quality) -> dict[str, Any]:
     against = quality.against
     assert against is not None
@@ -254,14 +315,6 @@ def _quality_row(quality: Quality) -> dict[str, Any]:
         "kl_p99": _short(against.kl_p99),
         "agreement": _short(against.agreement),
     }
-
-
-def _speed_row(speeds: dict[int, Speed]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for rows, speed in speeds.items():
-        row[f"tok_s_b{rows}"] = round(speed.tok_s, 2)
-        row[f"speedup_b{rows}"] = round(speed.ratio, 2)
-    return row
 
 
 def _short(value: float) -> float:

@@ -56,7 +56,7 @@ def measure(
     opened = [open_model(each) for each in configs]
     windows = cut_corpus(corpus, opened[0].card, cut)
     _check_tokens(windows, corpus, cut=cut, opened=opened)
-    limits = _limits(config, windows)
+    limits = scoring_limits(config, windows)
     for each, model in zip(configs, opened, strict=True):
         _check_context(limits.longest, each, model)
     sides = _build(configs, opened, limits)
@@ -179,7 +179,8 @@ def _lockstep(scorers: list[Scorer], windows: list[Window]) -> Iterator[tuple[Sc
     return zip(*(scorer.logits(windows, common) for scorer in scorers), strict=True)
 
 
-def _limits(config: EngineConfig, windows: list[LabelledWindow]) -> ScoringLimits:
+def scoring_limits(config: EngineConfig, windows: list[LabelledWindow]) -> ScoringLimits:
+    """Step sizes to score these windows."""
     steps = config.limits(choose_device(config.model).type)
     longest = max(len(item.window.tokens) for item in windows)
     return ScoringLimits(longest, steps.max_num_batched_tokens, steps.max_num_seqs)

@@ -68,10 +68,6 @@ class LabelledWindow:
     label: str
     window: Window
 
-    @property
-    def num_scored(self) -> int:
-        return len(self.window.tokens) - 1 - self.window.first
-
 
 def cut_corpus(corpus: Corpus, card: ModelCard, cut: Cut) -> list[LabelledWindow]:
     """Tokenize a corpus and cut it into windows. A document that is too short is an error."""

@@ -17,12 +17,17 @@ from windlass.config import EngineConfig
 from windlass.engine import Engine
 from windlass.models.network import block_size_of
 from windlass.runner.load import Loaded
-from windlass.tools.common.compare import QualityComparison, weight_kernels
-from windlass.tools.common.device import memory_bytes, release_memory, reset_peak_memory
+from windlass.tools.common.device import (
+    memory_bytes,
+    release_memory,
+    reset_peak_memory,
+    weight_kernels,
+)
 from windlass.tools.common.drive import EngineRun, OnTokens, run_all
 from windlass.tools.common.price import Price
 from windlass.tools.common.requests import Request
 from windlass.tools.common.summary import summarise
+from windlass.tools.eval.compare import QualityComparison
 from windlass.tools.eval.data import Corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.rungs import BASE_OPTIONS, BASE_WEIGHTS, Variant

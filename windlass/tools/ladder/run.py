@@ -15,10 +15,9 @@ from typing import Any
 from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError, EngineError, UnsupportedError
-from windlass.tools.common.compare import short_corpus
 from windlass.tools.common.price import price_of
 from windlass.tools.common.record import Record, hardware, saved_rows
-from windlass.tools.eval.data import Corpus, read_corpus
+from windlass.tools.eval.data import Corpus, read_corpus, short_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.measure import Bench
 from windlass.tools.ladder.progress import ProgressBar

@@ -50,32 +50,21 @@ class CalibrationLimits:
     rows: int
     tokens: int
     positions: int
-    num_blocks: int
     block_size: int
 
-    @classmethod
-    def with_blocks(
-        cls, rows: int, tokens: int, positions: int, block_size: int
-    ) -> CalibrationLimits:
-        """Compute the blocks that the measured steps need."""
-        context = min(_CONTEXT, positions - 1)
-        needed = max(
-            rows * _blocks(_SHORT + 1, block_size),
-            min(rows, _MANY) * _blocks(context + 1, block_size),
-            _blocks(min(tokens, positions), block_size),
-            _blocks(context + min(_CHUNK, tokens), block_size),
-        )
-        return cls(
-            rows=rows,
-            tokens=tokens,
-            positions=positions,
-            num_blocks=needed,
-            block_size=block_size,
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the measured steps need."""
+        context = min(_CONTEXT, self.positions - 1)
+        return max(
+            self.rows * self.blocks_of(_SHORT + 1),
+            min(self.rows, _MANY) * self.blocks_of(context + 1),
+            self.blocks_of(min(self.tokens, self.positions)),
+            self.blocks_of(context + min(_CHUNK, self.tokens)),
         )
 
-
-def _blocks(num_tokens: int, size: int) -> int:
-    return -(-num_tokens // size)
+    def blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
 
 def calibrate(
@@ -90,18 +79,8 @@ def calibrate(
     all_rows: dict[int, list[float]] = {}
     all_tokens: dict[int, list[float]] = {}
     for _ in range(_PASSES):
-        timer.add_pass(
-            all_rows,
-            _ROWS,
-            max_size=limits.rows,
-            seconds=lambda size: timer.rows(size, timer.short),
-        )
-        timer.add_pass(
-            all_tokens,
-            _TOKENS,
-            max_size=timer.max_chunk,
-            seconds=lambda size: timer.prompt(size, 0),
-        )
+        timer.add_pass(all_rows, _ROWS, limits.rows, lambda size: timer.rows(size, timer.short))
+        timer.add_pass(all_tokens, _TOKENS, timer.max_chunk, lambda size: timer.prompt(size, 0))
     rows = {size: min(times) for size, times in all_rows.items()}
     tokens = {size: min(times) for size, times in all_tokens.items()}
     one_kv, many_kv = timer.kv_seconds(1), timer.kv_seconds(min(_MANY, limits.rows))
@@ -231,10 +210,9 @@ class _StepTimer:
         return median(times)
 
     def _plan(self, shapes: list[_RowShape]) -> StepPlan:
-        size = self._limits.block_size
         rows, admitted, used = [], [], 0
         for i, (start, count, sample) in enumerate(shapes):
-            needed = _blocks(start + count, size)
+            needed = self._limits.blocks_of(start + count)
             blocks = range(used, used + needed)
             used += needed
             slot = SlotId(i)

@@ -211,7 +211,7 @@ def _measure(
         )
     if weights is None:
         weights = load_network(config, hparams, open_checkpoint(opened.files, config.model))
-    limits = CalibrationLimits.with_blocks(
+    limits = CalibrationLimits(
         rows=rows,
         tokens=tokens,
         positions=hparams.max_positions,

@@ -17,12 +17,13 @@ from windlass.errors import ConfigError, EngineError
 from windlass.models.card import open_checkpoint
 from windlass.runner.device import choose_device
 from windlass.runner.load import load_network
-from windlass.tools.common.compare import QualityComparison, short_corpus
 from windlass.tools.common.device import release_memory
 from windlass.tools.common.drive import EngineRun, replay
 from windlass.tools.common.load import Load
 from windlass.tools.common.requests import max_request_len
 from windlass.tools.common.slo import Slo
+from windlass.tools.eval.compare import QualityComparison
+from windlass.tools.eval.data import short_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.plan.formats import FORMATS, STORED
 from windlass.tools.plan.quality import Retention, retention_of
