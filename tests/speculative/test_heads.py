@@ -20,7 +20,7 @@ from windlass.kernels.batch import Heads
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.medusa import MedusaDrafter, MedusaWeights
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
+from windlass.tools.train_draft.eagle import EagleModule, EagleShape, UnrolledKV
 
 __all__ = ["verify_all"]
 

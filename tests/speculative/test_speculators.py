@@ -25,7 +25,7 @@ from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
 from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative.speculators import NORMS
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, Norm, UnrolledKV
+from windlass.tools.train_draft.eagle import EagleModule, EagleShape, Norm, UnrolledKV
 
 __all__ = ["model"]
 

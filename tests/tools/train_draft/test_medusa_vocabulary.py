@@ -20,8 +20,7 @@ from windlass.tools.train_draft import medusa
 from windlass.tools.train_draft.batches import make_batch, text_offsets
 from windlass.tools.train_draft.corpus import Text
 from windlass.tools.train_draft.head import DECAY
-from windlass.tools.train_draft.medusa import MedusaHead
-from windlass.tools.train_draft.medusa_module import MedusaModule
+from windlass.tools.train_draft.medusa import MedusaHead, MedusaModule
 from windlass.tools.train_draft.target import States
 
 IDS = torch.arange(3, 33, 3)

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windlass.kernels.batch import Heads
-from windlass.tools.train_draft.eagle import initialise
-from windlass.tools.train_draft.eagle_module import EagleModule, EagleShape, UnrolledKV
-from windlass.tools.train_draft.medusa_module import MedusaModule
+from windlass.tools.train_draft.eagle import EagleModule, EagleShape, UnrolledKV, initialise
+from windlass.tools.train_draft.medusa import MedusaModule
 
 SHAPE = EagleShape(
     hidden=24, inner=32, heads=Heads(4, 2, 6), norm_eps=1e-5, vocab=40, draft_vocab=10

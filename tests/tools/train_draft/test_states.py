@@ -14,7 +14,7 @@ from windlass.tools import resumable
 from windlass.tools.train_draft import states
 from windlass.tools.train_draft.batches import make_batch
 from windlass.tools.train_draft.corpus import Text
-from windlass.tools.train_draft.states import MemoryNeed, cache_states, should_cache
+from windlass.tools.train_draft.states import cache_states, memory_need, should_cache
 from windlass.tools.train_draft.target import States
 
 ONCE = "hidden states are computed once"
@@ -56,9 +56,8 @@ def test_a_batch_reads_its_texts_from_the_cache() -> None:
 def test_the_memory_need_is_extrapolated_from_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "free_bytes", lambda _device: 1000)
     target: Any = CountingTarget()
-    assert MemoryNeed.of(target, [Text([1] * 4, 2), Text([1] * 6, 2)]) == MemoryNeed(
-        10 * (1 + 3) * 2, 250
-    )
+    texts = [Text([1] * 4, 2), Text([1] * 6, 2)]
+    assert memory_need(target, texts) == (10 * (1 + 3) * 2, 250)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_states_are_cached_if_they_are_reused_and_fit(
     needed: int, reused: bool, before: bool | None, cached: bool, words: str
 ) -> None:
     unit = 2**30 // 1000
-    found, line = should_cache(MemoryNeed(needed * unit, 100 * unit), reused, before)
+    found, line = should_cache(needed * unit, 100 * unit, reused, before)
     assert found is cached
     assert words in line
 

@@ -53,13 +53,6 @@ class Corpus:
         return sum(len(text.tokens) - text.start for text in self.train)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    number: int
-    prompt: list[int]
-    sampling: SamplingParams
-
-
 def generate_prompts(
     engine: Callable[[], Engine],
     generator: PromptGenerator,
@@ -74,16 +67,11 @@ def generate_prompts(
     while len(prompts) < count and attempts < _MAX_ATTEMPTS * count:
         first, attempts = attempts, attempts + max(count - len(prompts), 32)
         jobs = [
-            _Job(number, generator.opening, generator.sampling(number))
+            NewRequest(str(number), generator.opening, generator.sampling(number))
             for number in range(first, attempts)
         ]
-        _complete(
-            engine,
-            jobs,
-            log=log,
-            on_progress=partial(on_progress, "prompts"),
-            total=attempts,
-        )
+        progress = partial(on_progress, "prompts")
+        _complete(engine, jobs, log=log, on_progress=progress, total=attempts)
         prompts = generator.prompts(log.found[number] for number in range(attempts))
     if len(prompts) < 2:
         raise ConfigError(
@@ -114,14 +102,9 @@ def generate_answers(
             max_tokens=room,
             seed=seed * 1_000_003 + number,
         )
-        jobs.append(_Job(number, prompt, sampling))
-    _complete(
-        engine,
-        jobs,
-        log=log,
-        on_progress=partial(on_progress, "answers"),
-        total=len(prompts),
-    )
+        jobs.append(NewRequest(str(number), prompt, sampling))
+    progress = partial(on_progress, "answers")
+    _complete(engine, jobs, log=log, on_progress=progress, total=len(prompts))
     texts = [
         Text([*prompt, *log.found[number]], len(prompt)) for number, prompt in enumerate(prompts)
     ]
@@ -136,36 +119,36 @@ def _held_out(count: int, seed: int) -> set[int]:
 
 def _complete(
     engine: Callable[[], Engine],
-    jobs: Iterable[_Job],
+    jobs: Iterable[NewRequest],
     *,
     log: TokenLog,
     on_progress: Callable[[int, int], None],
     total: int,
 ) -> None:
-    """Run the jobs that the log does not have yet; makes the engine only if there are any."""
-    left = [job for job in jobs if job.number not in log.found]
+    """Run the jobs that the log does not have yet; makes the engine only if there are any.
+
+    A job's request id is its number in the log.
+    """
+    left = [job for job in jobs if int(job.request_id) not in log.found]
     on_progress(len(log.found), total)
     if not left:
         return
     running = engine()
     left.reverse()
     written: dict[str, list[int]] = {}
-    numbers: dict[str, int] = {}
     try:
         while left or written:
             room = WINDOW if len(written) <= WINDOW // 2 else 0
             while left and len(written) < room:
                 job = left.pop()
-                name = str(job.number)
-                running.add(NewRequest(name, job.prompt, job.sampling))
-                written[name], numbers[name] = [], job.number
+                running.add(job)
+                written[job.request_id] = []
             for output in running.step():
                 if output.error is not None:
                     raise EngineError(f"a text could not be generated: {output.error}")
                 written[output.request_id] += output.tokens
                 if output.finish is not None:
-                    name = output.request_id
-                    log.add(numbers.pop(name), written.pop(name))
+                    log.add(int(output.request_id), written.pop(output.request_id))
                     if len(log.found) % _FLUSH_EVERY == 0:
                         log.flush()
                         on_progress(len(log.found), total)

@@ -40,10 +40,6 @@ class Head(Protocol):
         """Per draft position j, the draft tokens at `batch.roots(j)`."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The contents of model.safetensors."""
-        ...
-
     def config(self) -> dict[str, Any]:
         """The contents of config.json, in the public layout."""
         ...

@@ -36,7 +36,7 @@ from windlass.tools.train_draft.corpus import (
     generate_prompts,
 )
 from windlass.tools.train_draft.eagle import EagleHead, draft_vocabulary
-from windlass.tools.train_draft.head import Head
+from windlass.tools.train_draft.head import Head, saved_tensors
 from windlass.tools.train_draft.medusa import MedusaHead
 from windlass.tools.train_draft.options import DEFAULT_PROMPTS, TrainJob
 from windlass.tools.train_draft.output import TrainingOutput
@@ -139,7 +139,7 @@ def _train(
             **acceptance.as_dict(),
         }
     }
-    output.finish(head.tensors(), config, report)
+    output.finish(saved_tensors(head.module), config, report)
     return TrainedHead(report, acceptance)
 
 

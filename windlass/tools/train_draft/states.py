@@ -7,7 +7,6 @@ Held-out texts are seen once, and their states are not cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,38 +32,29 @@ class StatesSource(Protocol):
     def states(self, batch: Batch) -> States: ...
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """Bytes that all states need, and the bytes they may use."""
-
-    needed: int
-    allowed: int
-
-    @classmethod
-    def of(cls, target: Target, texts: list[Text]) -> MemoryNeed:
-        one = target.packed_states(texts[:1])
-        each = sum(
-            part.nbytes for part in (one.last, one.aux_hidden_states) if part is not None
-        ) / len(one.last)
-        tokens = sum(len(text.tokens) for text in texts)
-        share = _MEMORY_SHARE[target.device.type]
-        return cls(int(each * tokens), int(free_bytes(target.device) * share))
+def memory_need(target: Target, texts: list[Text]) -> tuple[int, int]:
+    """Bytes that the states of all texts need, and the bytes that they may use."""
+    one = target.packed_states(texts[:1])
+    parts = [part for part in (one.last, one.aux_hidden_states) if part is not None]
+    token_bytes = sum(part.nbytes for part in parts) / len(one.last)
+    needed = int(token_bytes * sum(len(text.tokens) for text in texts))
+    return needed, int(free_bytes(target.device) * _MEMORY_SHARE[target.device.type])
 
 
-def should_cache(memory: MemoryNeed, reused: bool, before: bool | None) -> tuple[bool, str]:
-    """Decide whether to cache the states; also returns a log line.
+def should_cache(needed: int, allowed: int, reused: bool, before: bool | None) -> tuple[bool, str]:
+    """Decide whether to cache the states of `needed` bytes; also returns a log line.
 
     `reused`: texts are seen more than once. `before`: the decision before an interruption.
     """
-    size = f"{memory.needed / _GIB:.2f} GiB for all texts"
+    size = f"{needed / _GIB:.2f} GiB for all texts"
     per_step = "the model's hidden states are computed in every step"
     if not reused:
         return False, f"{per_step}: no text is seen twice"
     if before is False:
         return False, f"{per_step}, as before the interruption"
-    if memory.needed <= memory.allowed:
+    if needed <= allowed:
         return True, f"the model's hidden states are computed once: {size}"
-    line = f"{per_step}: {size}, and they may use {memory.allowed / _GIB:.2f} GiB"
+    line = f"{per_step}: {size}, and they may use {allowed / _GIB:.2f} GiB"
     if before:
         line += ". Before the interruption they fitted: the result can differ in its last digits"
     return False, line

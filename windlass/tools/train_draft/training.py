@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from windlass.tools.train_draft.cuda_graphs import CapturedSteps
 from windlass.tools.train_draft.head import Head, StepMetrics
 from windlass.tools.train_draft.options import TrainOptions
 from windlass.tools.train_draft.output import SavedState, TrainingOutput
-from windlass.tools.train_draft.states import MemoryNeed, StatesSource, cache_states, should_cache
+from windlass.tools.train_draft.states import StatesSource, cache_states, memory_need, should_cache
 from windlass.tools.train_draft.target import Target
 
 _WARM_UP = 0.05  # share of the training
@@ -104,9 +103,9 @@ class Trainer:
         progress = self.progress
         if progress.ended:
             return
-        memory = MemoryNeed.of(self._target, self._texts)
+        needed, allowed = memory_need(self._target, self._texts)
         reused = self.total > self._steps_per_epoch
-        progress.remembered, line = should_cache(memory, reused, progress.remembered)
+        progress.remembered, line = should_cache(needed, allowed, reused, progress.remembered)
         log(line)
         if progress.remembered:
             self._source = cache_states(
@@ -131,11 +130,11 @@ class Trainer:
                 progress.curve.append(recent.point(progress.step))
             recent.report(self, on_step)
             if progress.step % self._options.save_every == 0:
-                output.save_state(self._state(), self._about())
+                output.save_state(self._state(), asdict(progress))
         progress.ended = progress.ended or self._end() or f"--epochs {self._options.epochs}"
         if recent.count:
             progress.curve.append(recent.point(progress.step))
-        output.save_state(self._state(), self._about())
+        output.save_state(self._state(), asdict(progress))
         return progress
 
     def _steps_left(self) -> Iterator[list[Text]]:
@@ -190,9 +189,6 @@ class Trainer:
             for key, value in self._optimiser.state[parameter].items():
                 found[f"{key}.{name}"] = value
         return found
-
-    def _about(self) -> dict[str, Any]:
-        return asdict(self.progress)
 
     def _restore(self, saved: SavedState) -> None:
         with torch.no_grad():
