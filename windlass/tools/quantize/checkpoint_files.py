@@ -1,10 +1,10 @@
-"""Files of a checkpoint: shards of weights, config.json, tokenizer, template, quality.json."""
+"""Files of a checkpoint: shards of weights, config.json, tokenizer, template."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,23 +46,21 @@ _ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")
 T = TypeVar("T")
 
 
-def split_shards(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """Group items of the given bytes into shards of at most SHARD_BYTES; the order is kept."""
+def write_shards(
+    folder: Path, sizes: Mapping[T, int], load: Callable[[list[T]], dict[str, Tensor]]
+) -> None:
+    """Write items of these bytes to safetensors files of at most SHARD_BYTES, and an index for several.
+
+    `load` reads the tensors of a shard's items; one shard is in memory at a time.
+    """
     shards: list[list[T]] = [[]]
     shard_bytes = 0
-    for item, size in zip(items, sizes, strict=True):
+    for item, size in sizes.items():
         if shards[-1] and shard_bytes + size > SHARD_BYTES:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(item)
         shard_bytes += size
-    return shards
-
-
-def write_shards(
-    folder: Path, shards: list[list[T]], load: Callable[[list[T]], dict[str, Tensor]]
-) -> None:
-    """Write a safetensors file per shard, and an index for several; one shard is in memory at a time."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, start=1):
@@ -115,18 +113,10 @@ def _gguf_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def write_config(folder: Path, config: dict[str, Any], recipe: Recipe, hparams: HParams) -> None:
-    """Write config.json with quantization_config."""
-    written = {**config, "quantization_config": quantization_config(recipe, hparams)}
+def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json; `dtype`: of the unquantised tensors."""
     key = "dtype" if "dtype" in config else "torch_dtype"
-    written[key] = _dtype_name(recipe.dtype)
-    _write_json(folder / "config.json", written)
-
-
-def write_plain_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Write config.json of unquantised weights."""
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    _write_json(folder / "config.json", {**config, key: _dtype_name(dtype)})
+    write_json(folder / "config.json", {**config, key: _dtype_name(dtype)})
 
 
 def quantization_config(recipe: Recipe, hparams: HParams) -> dict[str, Any]:
@@ -225,15 +215,11 @@ def _write_tokenizer(folder: Path, text: TextSide) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": text.chat_template,
     }
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json", {k: v for k, v in settings.items() if v is not None}
     )
     if text.eos_ids:
-        _write_json(folder / "generation_config.json", {"eos_token_id": list(text.eos_ids)})
-
-
-def write_quality(folder: Path, report: dict[str, Any]) -> None:
-    _write_json(folder / "quality.json", report)
+        write_json(folder / "generation_config.json", {"eos_token_id": list(text.eos_ids)})
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
@@ -246,5 +232,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

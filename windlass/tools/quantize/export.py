@@ -25,8 +25,7 @@ from windlass.models.source import resolve
 from windlass.models.tensor_rules import FileNames, before_reading
 from windlass.tools.quantize.checkpoint_files import (
     source_config,
-    split_shards,
-    write_plain_config,
+    write_config,
     write_shards,
     write_text_files,
 )
@@ -48,7 +47,7 @@ def export(model: ModelConfig, output: Path, dtype: torch.dtype = torch.float32)
         new.mkdir(parents=True)
         stored = SafetensorsCheckpoint(files.weights).names() if files.kind == "folder" else ()
         _write_weights(new, checkpoint, dtype, hparams=hparams, stored=stored)
-        write_plain_config(new, config, dtype)
+        write_config(new, config, dtype)
         write_text_files(new, files, model.tokenizer)
         with suppress(FileNotFoundError):
             output.rmdir()  # check_output allows an empty folder
@@ -73,11 +72,11 @@ def _write_weights(
     file_names = FileNames(stored, rules)
     names = [n for n in checkpoint.names() if not (tied and n == "lm_head.weight")]
     shapes = {name: checkpoint.stored(name).shape for name in names}
-    sizes = [dtype.itemsize * torch.Size(shapes[name]).numel() for name in names]
+    sizes = {name: dtype.itemsize * torch.Size(shapes[name]).numel() for name in names}
 
     def load(shard: list[str]) -> dict[str, Tensor]:
         read = {n: before_reading(n, checkpoint.read(n, shapes[n]), rules) for n in shard}
         cast = {n: cast_checked(tensor, dtype, n).contiguous() for n, tensor in read.items()}
         return {file_names.of(n): tensor for n, tensor in cast.items()}
 
-    write_shards(folder, split_shards(names, sizes), load)
+    write_shards(folder, sizes, load)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from windlass.errors import EngineError
-from windlass.tools.quantize.checkpoint_files import split_shards, write_shards
+from windlass.tools.quantize.checkpoint_files import write_shards
 from windlass.tools.quantize.layer import Hidden
 from windlass.tools.resumable import ResumableOutput
 
@@ -77,8 +77,7 @@ class PartialCheckpoint(ResumableOutput):
         files = [self.folder / name for name in names]
 
         def write(folder: Path) -> None:
-            shards = split_shards(files, [file.stat().st_size for file in files])
-            write_shards(folder, shards, self._load)
+            write_shards(folder, {file: file.stat().st_size for file in files}, self._load)
             write_rest(folder)
 
         self._publish(write)

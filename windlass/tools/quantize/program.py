@@ -100,11 +100,11 @@ def run(job: QuantizeJob, log: Log, progress: Progress) -> dict[str, Any]:
         report = _report(recipe, calibration, source, layers=partial.reports, seconds=seconds)
 
         def write_rest(folder: Path) -> None:
-            checkpoint_files.write_config(
-                folder, source.config, recipe=recipe, hparams=source.hparams
-            )
+            quantization = checkpoint_files.quantization_config(recipe, source.hparams)
+            config = {**source.config, "quantization_config": quantization}
+            checkpoint_files.write_config(folder, config, recipe.dtype)
             checkpoint_files.write_text_files(folder, files, job.model.tokenizer)
-            checkpoint_files.write_quality(folder, report)
+            checkpoint_files.write_json(folder / "quality.json", report)
 
         partial.finish(loop.outer(), write_rest)
     return report
