@@ -356,7 +356,8 @@ def _files(given: dict[str, Any]) -> list[Path]:
 
 
 def _write(record: Any, files: list[Path]) -> None:
-    from windlass.tools.load.report import save_report
+    from windlass.tools.common.record import save_text
+    from windlass.tools.load.report import page
     from windlass.tools.load.rows import save_csv
 
     for path in files:
@@ -365,7 +366,7 @@ def _write(record: Any, files: list[Path]) -> None:
         elif path.suffix == ".csv":
             save_csv(record.rows, path)
         else:
-            save_report([record], path)
+            save_text(path, page([record]))
         typer.echo(f"written to {path}", err=True)
     if len(record.rows) > 1:
         from windlass.tools.common.report import show
@@ -404,18 +405,19 @@ def report(
     """
     with reported(ctx):
         check_path("-o", output)
-        from windlass.tools.common.record import read_record
+        from windlass.tools.common.record import read_record, save_text
 
         if len(results) == 1 and (record := read_record(results[0])).name == "ladder":
-            from windlass.tools.ladder.report import save_report as save_ladder
+            from windlass.tools.ladder.report import page as ladder_page
 
             if label:
                 raise ConfigError("--label has no effect with the result of a ladder.")
-            save_ladder(record, output)
+            text = ladder_page(record)
         else:
-            from windlass.tools.load.report import read_records, save_report
+            from windlass.tools.load.report import page, read_records
 
-            save_report(read_records(results, label or []), output)
+            text = page(read_records(results, label or []))
+        save_text(output, text)
         typer.echo(f"written to {output}", err=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -108,9 +107,9 @@ def ladder(
     check_path("--html", html)
     if calibration is not None and not full:
         raise ConfigError("--calibration has no effect without --full.")
+    from windlass.tools.common.record import save_text
     from windlass.tools.common.report import COLUMNS, markdown
-    from windlass.tools.ladder.progress import progress_bar
-    from windlass.tools.ladder.report import save_report
+    from windlass.tools.ladder.report import page as html_page
     from windlass.tools.ladder.run import Ladder, LadderConfig
     from windlass.tools.ladder.weights import WeightInputs
 
@@ -141,10 +140,10 @@ def ladder(
         ),
     )
     run, page = Ladder(config, log), _page(html, output)
-    outcome = run.run(partial(progress_bar, shown=progress))
+    outcome = run.run(progress)
     log(f"written to {output}")
     if page is not None:
-        save_report(outcome.record, page)
+        save_text(page, html_page(outcome.record))
         log(f"written to {page}")
     typer.echo(markdown(COLUMNS["ladder"], outcome.record.rows))
     typer.echo(f"\n{outcome.record.notes}")

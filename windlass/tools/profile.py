@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from windlass.layers.mlp import GatedMLP
 from windlass.layers.norm import RMSNorm
 from windlass.tools.common.device import device_of, synchronise
 from windlass.tools.common.workload import Workload
-from windlass.tools.profile_program import CommandTimes, gemm_names
+from windlass.tools.profile_program import SCOPE, CommandTimes, gemm_names
 
 Log = Callable[[str], None]
 Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
@@ -48,7 +48,6 @@ Spent = dict[str, tuple[float, int]]  # kind -> microseconds, calls
 OTHER, HOST = "other", "host"
 _GEMM = "GEMM"
 _STEP = "windlass step"
-_SCOPE = "windlass: "
 _MAX_NAME = 60  # characters of a kernel name
 _WIDTH = 120
 
@@ -156,68 +155,56 @@ def profile(
     plain = _drive(built, workload, 1, num_steps)
     log(f"{workload.name}: with the profiler")
     network = built.weights.network
-    make_profiler: Callable[[], StepProfiler] = partial(_TorchProfiler, device_of(network))
+    profiler: Profiler = partial(_torch_times, device_of(network))
     if all(phase.is_program for phase in plain):
         pool, names = built.weights.parts.workers.pool, gemm_names(network)
-        make_profiler = partial(_CommandTimer, pool, names)
+        profiler = partial(_command_times, pool, names)
     with _scopes(network):
-        profiled = _drive(built, workload, 2, num_steps, make_profiler, trace=trace)
+        profiled = _drive(built, workload, 2, num_steps, profiler, trace=trace)
     on_gpu = device_of(network).type == "cuda"
     return [_phase(before, after, on_gpu) for before, after in zip(plain, profiled, strict=True)]
 
 
-class StepProfiler(Protocol):
-    """Watches the steps inside its context."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> object: ...
+class StepTimes(Protocol):
+    """What the time of some steps was spent on."""
 
     def spent(self) -> Spent: ...
 
     def write_trace(self, path: Path) -> None: ...
 
 
-class _TorchProfiler:
+Profiler = Callable[[], AbstractContextManager[StepTimes]]  # watches the steps inside its context
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchTimes:
     """Operators and kernels, from torch's profiler."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._profiler = torch_profile(activities=activities)
-
-    def __enter__(self) -> object:
-        return self._profiler.__enter__()
-
-    def __exit__(self, *error: Any) -> object:
-        return self._profiler.__exit__(*error)
+    profiler: torch_profile
+    on_gpu: bool
 
     def spent(self) -> Spent:
-        events = list(self._profiler.events() or [])
-        return _device_time(events) if self._on_gpu else _operator_time(events)
+        events = list(self.profiler.events() or [])
+        return _device_time(events) if self.on_gpu else _operator_time(events)
 
     def write_trace(self, path: Path) -> None:
-        self._profiler.export_chrome_trace(str(path))
+        self.profiler.export_chrome_trace(str(path))
 
 
-class _CommandTimer:
+@contextmanager
+def _torch_times(device: torch.device) -> Iterator[StepTimes]:
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch_profile(activities=activities) as profiler:
+        yield _TorchTimes(profiler, on_gpu)
+
+
+@contextmanager
+def _command_times(pool: Pool, gemms: dict[int, str]) -> Iterator[StepTimes]:
     """Commands of recorded CPU programs, which torch's profiler does not see."""
-
-    def __init__(self, pool: Pool, gemms: dict[int, str]) -> None:
-        self._times = CommandTimes(gemms)
-        self._timing = pool.timed_by(self._times)
-
-    def __enter__(self) -> object:
-        return self._timing.__enter__()
-
-    def __exit__(self, *error: Any) -> object:
-        return self._timing.__exit__(*error)
-
-    def spent(self) -> Spent:
-        return self._times.spent()
-
-    def write_trace(self, path: Path) -> None:
-        self._times.write_trace(path, _SCOPE)
+    times = CommandTimes(gemms)
+    with pool.timed_by(times):
+        yield times
 
 
 def _drive(
@@ -225,7 +212,7 @@ def _drive(
     workload: Workload,
     draw: int,
     num_steps: int,
-    make_profiler: Callable[[], StepProfiler] | None = None,
+    profiler: Profiler | None = None,
     trace: Path | None = None,
 ) -> list[_Measured]:
     """Run the prefill and `num_steps` decode steps of the workload, and abort the requests."""
@@ -239,7 +226,7 @@ def _drive(
         )
         engine.add(NewRequest(f"profile-{i}", request.prompt, sampling))
     prefill_trace = trace.with_suffix(f".prefill{trace.suffix}") if trace else None
-    measure = partial(_measure, engine=engine, device=device, make_profiler=make_profiler)
+    measure = partial(_measure, engine=engine, device=device, profiler=profiler)
     phases = [measure("prefill", num_steps=1, trace=prefill_trace)]
     while _computes_prompts(engine):
         continue
@@ -264,12 +251,11 @@ def _measure(
     engine: Engine,
     num_steps: int,
     device: torch.device,
-    make_profiler: Callable[[], StepProfiler] | None,
+    profiler: Profiler | None,
     trace: Path | None,
 ) -> _Measured:
-    profiler = make_profiler() if make_profiler is not None else None
     before = engine.stats()
-    with profiler or nullcontext():
+    with nullcontext() if profiler is None else profiler() as times:
         synchronise(device)
         started = time.perf_counter()
         for _ in range(num_steps):
@@ -278,15 +264,15 @@ def _measure(
         synchronise(device)
         seconds = time.perf_counter() - started
     after = engine.stats()
-    if profiler is not None and trace is not None:
+    if times is not None and trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.write_trace(trace)
+        times.write_trace(trace)
     return _Measured(
         name=name,
         steps=num_steps,
         tokens=after.num_step_tokens,
         seconds=seconds,
-        spent={} if profiler is None else profiler.spent(),
+        spent={} if times is None else times.spent(),
         executors=_executors(after, before),
     )
 
@@ -347,7 +333,7 @@ def _scoped_ops(ops: Ops) -> Ops:
 
 def _scoped(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(_SCOPE + kind):
+        with record_function(SCOPE + kind):
             return function(*args, **kwargs)
 
     return call
@@ -387,8 +373,8 @@ def _operator_time(events: list[FunctionEvent]) -> Spent:
     """
     spent: Spent = {}
     for event in events:
-        if event.name.startswith(_SCOPE):
-            _add(spent, event.name.removeprefix(_SCOPE), event.self_cpu_time_total)
+        if event.name.startswith(SCOPE):
+            _add(spent, event.name.removeprefix(SCOPE), event.self_cpu_time_total)
         elif event.name != _STEP and not event.is_user_annotation:
             _add(spent, kind_of(event.name, _ancestors(event)), event.self_cpu_time_total)
     return spent
@@ -417,7 +403,7 @@ def _device_time(events: list[FunctionEvent]) -> Spent:
 
 
 def _is_scope(name: str) -> bool:
-    return name == _STEP or name.startswith(_SCOPE)
+    return name == _STEP or name.startswith(SCOPE)
 
 
 def _add(spent: Spent, kind: str, us: float) -> None:
@@ -439,8 +425,8 @@ def kind_of(name: str, ancestors: Sequence[str]) -> str:
         if rule.pattern.search(name):
             return rule.kind
     for scope in ancestors:
-        if scope.startswith(_SCOPE):
-            return scope.removeprefix(_SCOPE)
+        if scope.startswith(SCOPE):
+            return scope.removeprefix(SCOPE)
     for known in (name, *ancestors):
         for rule in _LIKELY:
             if rule.pattern.search(known):

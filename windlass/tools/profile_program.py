@@ -47,6 +47,7 @@ _KINDS = {
     Op.ALL_GATHER: "communication",
 }
 _FUSED = {LinearFlag.NORM_FIRST: "norm", LinearFlag.GATED: "activation"}
+SCOPE = "windlass: "  # precedes the names in traces
 _FLAGS = 2  # index among a GEMM's sizes
 
 
@@ -77,13 +78,13 @@ class CommandTimes:
             found[kind] = (us + 1e6 * seconds, calls + 1)
         return found
 
-    def write_trace(self, path: Path, scope: str) -> None:
-        """Write the commands for Chrome or Perfetto; `scope` precedes their names."""
+    def write_trace(self, path: Path) -> None:
+        """Write the commands for Chrome or Perfetto."""
         path.parent.mkdir(parents=True, exist_ok=True)
         first = self.events[0][1] if self.events else 0.0
         events = [
             {
-                "name": f"{scope}{kind}",
+                "name": f"{SCOPE}{kind}",
                 "ph": "X",
                 "ts": 1e6 * (start - first),
                 "dur": 1e6 * seconds,

@@ -117,15 +117,14 @@ def test_awq_scales_outlier_features() -> None:
     x, seen = inputs(128, outliers=True)
     weight = weights(32, 128)
     grid = Grid(3, 64, False)
-    found = search_scale(weight, seen, grid, torch.arange(128))
-    assert found.strength > 0
-    assert found.error < 0.7 * found.error_before
-    scaled = round_to_nearest(weight * found.scale, grid).dequantise() / found.scale
+    scale, strength = search_scale(weight, seen, grid, torch.arange(128))
+    assert strength > 0
+    scaled = round_to_nearest(weight * scale, grid).dequantise() / scale
     plain = round_to_nearest(weight, grid).dequantise()
     assert error(weight, scaled, x) < 0.7 * error(weight, plain, x)
     # Two inputs from one producer row share a scale.
-    tied = search_scale(weight, seen, grid, torch.arange(128) % 64)
-    assert tied.scale.shape == (64,)
+    tied, _ = search_scale(weight, seen, grid, torch.arange(128) % 64)
+    assert tied.shape == (64,)
 
 
 def test_clipping_never_increases_the_error() -> None:

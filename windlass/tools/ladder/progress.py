@@ -5,30 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class ProgressBar:
-    """Receives the progress of a run. This base class shows nothing."""
-
-    def begin(self, title: str) -> None:
-        """Start a variant."""
-
-    def phase(self, text: str) -> None:
-        """Start a phase of the variant."""
-
-    def tokens(self, count: int) -> None:
-        """Count generated tokens."""
-
-    def done(self) -> None:
-        """Finish the variant."""
-
-
-class _RichBar(ProgressBar):
-    """Shows the progress on one line of the terminal."""
+    """Shows the current variant, its phase and its speed."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -46,6 +37,7 @@ class _RichBar(ProgressBar):
         self._show()
 
     def tokens(self, count: int) -> None:
+        """Count generated tokens of the phase."""
         self._tokens += count
         self._show()
 
@@ -53,6 +45,8 @@ class _RichBar(ProgressBar):
         self._progress.advance(self._task)
 
     def _show(self) -> None:
+        if self._progress.disable:
+            return
         seconds = max(1e-9, time.monotonic() - self._since)
         speed = f", {self._tokens / seconds:,.0f} tok/s" if self._tokens else ""
         text = f"{self._title}: {self._phase}{speed}" if self._phase else self._title
@@ -62,18 +56,13 @@ class _RichBar(ProgressBar):
 @contextmanager
 def progress_bar(total: int, shown: bool) -> Iterator[ProgressBar]:
     """A bar over `total` rows."""
-    if not shown or not total:
-        yield ProgressBar()
-        return
-    from rich import progress as rich_progress
-    from rich.console import Console
-
     columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeElapsedColumn(),
-        rich_progress.TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
-    with rich_progress.Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _RichBar(progress, progress.add_task("", total=total))
+    bar = Progress(*columns, console=Console(stderr=True), disable=not (shown and total))
+    with bar:
+        yield ProgressBar(bar, bar.add_task("", total=total))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from windlass.tools.common.page import Plot, html_cells, html_origin, html_page, html_table
-from windlass.tools.common.record import Record, save_text
+from windlass.tools.common.record import Record
 from windlass.tools.ladder.record import ARTICLE_TABLE
 from windlass.tools.ladder.rungs import BASE
 from windlass.tools.ladder.workload import LOAD_NAMES
@@ -19,11 +18,6 @@ _BLUE, _RED, _GREEN, _GREY = "#1b81ae", "#c14c8a", "#448361", "#787774"
 _COLOURS = {"low": _GREEN, "sat": _BLUE}
 _PALETTE = (_BLUE, "#d9730d", _GREEN, "#9065b0", _RED, _GREY)
 _SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
-
-
-def save_report(record: Record, path: Path) -> None:
-    """Write the page atomically."""
-    save_text(path, page(record))
 
 
 def page(record: Record) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from windlass.tools.common.record import Record, hardware, saved_rows
 from windlass.tools.eval.data import Corpus, read_corpus, short_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.measure import Bench
-from windlass.tools.ladder.progress import ProgressBar
+from windlass.tools.ladder.progress import ProgressBar, progress_bar
 from windlass.tools.ladder.record import make_record
 from windlass.tools.ladder.rungs import BASE_WEIGHTS, Variant, all_rungs, choose, make_variants
 from windlass.tools.ladder.weights import LadderWeights, WeightInputs
@@ -117,7 +116,7 @@ class Ladder:
     def todo(self) -> list[Variant]:
         return [variant for variant in self.variants if variant.key not in self._rows]
 
-    def run(self, progress: Callable[[int], AbstractContextManager[ProgressBar]]) -> Outcome:
+    def run(self, show_progress: bool) -> Outcome:
         """Measure the remaining variants. Ctrl-C ends the run and keeps the finished rows."""
         todo = self.todo
         if len(todo) < len(self.variants):
@@ -136,7 +135,7 @@ class Ladder:
                 kept = ("perplexity", "agreement", "kl_mean", "tokens")
                 bench.qualities[row["format"]] = {key: row[key] for key in kept}
         complete = True
-        with progress(len(todo)) as bar:
+        with progress_bar(len(todo), show_progress) as bar:
             try:
                 if any(variant.weights not in self._missing for variant in todo):
                     bar.begin("loading the base")

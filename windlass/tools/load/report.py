@@ -14,7 +14,7 @@ from typing import Any
 
 from windlass.errors import ConfigError
 from windlass.tools.common.page import Plot, html_cells, html_origin, html_page, html_table
-from windlass.tools.common.record import Record, read_record, save_text
+from windlass.tools.common.record import Record, read_record
 from windlass.tools.common.summary import TITLES
 from windlass.tools.load.rows import CURVE
 
@@ -38,11 +38,6 @@ def read_records(paths: Sequence[Path], labels: Sequence[str] = ()) -> list[Reco
             record = replace(record, rows=[{**row, "label": label} for row in record.rows])
         records.append(record)
     return records
-
-
-def save_report(records: Sequence[Record], path: Path) -> None:
-    """Write the page atomically."""
-    save_text(path, page(records))
 
 
 def page(records: Sequence[Record]) -> str:

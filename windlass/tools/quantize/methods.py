@@ -87,11 +87,9 @@ def _fold(
             continue
         weight, stats = fold.linear.get_parameter("weight"), inputs[fold.name]
         if recipe.method == "awq":
-            found = search_scale(
-                weight, stats, grid=recipe.grid(fold.linear.num_in), sources=fold.sources
-            )
-            scale = found.scale
-            strengths[fold.name] = {"strength": found.strength}
+            grid = recipe.grid(fold.linear.num_in)
+            scale, strength = search_scale(weight, stats, grid, fold.sources)
+            strengths[fold.name] = {"strength": strength}
         elif fold.is_norm:
             scale = smoothing_scale(weight, stats.max_abs, recipe.alpha)
         else:

@@ -152,20 +152,13 @@ def smoothing_scale(weight: Tensor, max_abs: Tensor, alpha: float = 0.5) -> Tens
     return scale.clamp(min=_MIN_SMOOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class AwqScale:
-    """The best scale, its strength, and the relative output error without and with it."""
+def search_scale(
+    weight: Tensor, inputs: InputStats, grid: Grid, sources: Tensor
+) -> tuple[Tensor, float]:
+    """Search AWQ's scale, one number per row of the producer; return it with its strength.
 
-    scale: Tensor  # one per row of the producer
-    strength: float
-    error_before: float
-    error: float
-
-
-def search_scale(weight: Tensor, inputs: InputStats, grid: Grid, sources: Tensor) -> AwqScale:
-    """Search the strength of AWQ's scale; row sources[k] of the producer makes input k.
-
-    Strength 0 is included, so the result is no worse than rounding alone.
+    Row sources[k] of the producer makes input k. Strength 0 is included, so the result is no worse than
+    rounding alone.
     """
     weight = weight[:: -(-weight.shape[0] // _MAX_ROWS)]
     sizes = inputs.mean_abs.new_zeros(int(sources.max()) + 1)
@@ -177,8 +170,8 @@ def search_scale(weight: Tensor, inputs: InputStats, grid: Grid, sources: Tensor
         wide = scale[sources]
         rounded = round_to_nearest(weight * wide, grid).dequantise() / wide
         tried.append((inputs.output_error(weight, rounded), step, scale))
-    error, step, scale = min(tried, key=lambda item: item[:2])
-    return AwqScale(scale=scale, strength=step / _STEPS, error_before=tried[0][0], error=error)
+    _, step, scale = min(tried, key=lambda item: item[:2])
+    return scale, step / _STEPS
 
 
 def search_clip(weight: Tensor, inputs: InputStats, grid: Grid) -> Tensor:

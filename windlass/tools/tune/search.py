@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from windlass.config import Limits
 from windlass.errors import EngineError, UnsupportedError
 from windlass.tools.tune.results import TrialResult
-from windlass.tools.tune.space import BLOCK_SHARES, Settings, Space, StartingPoint
+from windlass.tools.tune.space import BLOCK_SHARES, Settings, Space
 
 Predict = Callable[[Settings, float], TrialResult]  # settings, share of the blocks
 
@@ -28,7 +29,7 @@ def import_optuna() -> Any:
 class Search:
     """Owns the optuna study and its results, which stay valid after an interruption."""
 
-    def __init__(self, space: Space, predict: Predict, start: StartingPoint, seed: int) -> None:
+    def __init__(self, space: Space, predict: Predict, start: Limits, seed: int) -> None:
         self._optuna = import_optuna()
         self._space = space
         self._predict = predict

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config import EngineConfig
+from windlass.config import EngineConfig, Limits
 from windlass.tools.plan.formats import STORED
 from windlass.tools.plan.quality import REFERENCE, Retention
 from windlass.tools.plan.select import Candidate, Plan
@@ -71,14 +71,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class StartingPoint:
-    """Where the search starts: the device's defaults, or those of --profile."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Space:
     """All values of each setting."""
 
@@ -91,9 +83,9 @@ class Space:
         cls,
         device: Literal["cpu", "cuda"],
         formats: tuple[ModelFormat, ...],
-        start: StartingPoint,
+        start: Limits,
     ) -> Space:
-        """Return the device's values and those of the starting point."""
+        """Return the device's values and those of `start`, where the search begins."""
         return cls(
             formats,
             tuple(sorted({*_SEQS[device], start.max_num_seqs})),

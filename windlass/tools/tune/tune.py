@@ -38,7 +38,6 @@ from windlass.tools.tune.space import (
     ModelFormat,
     Settings,
     Space,
-    StartingPoint,
     choose_formats,
     stored_quality,
 )
@@ -187,8 +186,7 @@ class Tuner:
             f"{config.num_runs} times; how long that takes is known after the simulation"
         )
         formats = self._formats()
-        limits = self._base.limits(self._device)
-        start = StartingPoint(limits.max_num_seqs, limits.max_num_batched_tokens)
+        start = self._base.limits(self._device)  # the device's defaults, or those of --profile
         space = Space.of(self._device, formats, start)
         search = Search(space=space, predict=self._predict, start=start, seed=self._base.model.seed)
         try:
