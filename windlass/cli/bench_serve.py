@@ -245,10 +245,9 @@ def serve(
     with reported(ctx):
         files = _files(given)
         config = _config(given)
-        from windlass.tools.load.monitor import Progress
         from windlass.tools.load.run import measure
 
-        result = measure(config, typer.echo, Progress())
+        result = measure(config, typer.echo)
         _write(result.record, files)
         code = 130 if result.stopped == "interrupted" else int(bool(result.stopped))
         if not result.stopped and not result.is_good:

@@ -130,7 +130,6 @@ def _tenancy(built: Built, num_slots: int) -> dict[str, Any]:
 
 
 def _usd_per_tenant(price: float | None, machines: int) -> float | None:
-    """Dollars per hour of one tenant."""
     return None if price is None else round(price * machines / _TENANTS, 4)
 
 

@@ -181,7 +181,6 @@ class _Bench:
         return _SpeedComparison(self._small(self._reference), self._config.repeat)
 
     def quality(self, format_: Format) -> dict[str, Any]:
-        """Size and quality of a format."""
         if format_.name == REFERENCE:
             return self._reference_quality()
         config = self._config_of(format_)
@@ -203,7 +202,6 @@ class _Bench:
         return figures | _quality_row(exact) | {f"served_{key}": served_row[key] for key in keys}
 
     def speed(self, format_: Format) -> dict[str, Any]:
-        """Decode speeds of a format."""
         if format_.name == REFERENCE:
             return self._speed.reference_row()
         return self._speed.row(self._small(self._config_of(format_)))

@@ -53,8 +53,6 @@ _WARM_UP_PROMPT_ON_CPU = 32
 
 
 class BenchEngine(Protocol):
-    """An engine that can be benchmarked."""
-
     name: str
     vocab_size: int
     device: torch.device
@@ -67,8 +65,6 @@ class BenchEngine(Protocol):
 
 
 class WindlassEngine:
-    """Windlass as a BenchEngine."""
-
     name = "windlass"
 
     def __init__(self, config: EngineConfig, opened: OpenModel) -> None:
@@ -102,8 +98,6 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputConfig:
-    """What to measure."""
-
     workloads: Sequence[Workload]
     engines: Sequence[str] = ("windlass",)
     repeat: int = 1

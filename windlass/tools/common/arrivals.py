@@ -107,7 +107,6 @@ class Arrivals:
         return random.gammavariate(self.burstiness, 1 / (rate * self.burstiness))
 
     def set(self, requests: Sequence[TextRequest], seed: str) -> list[TextRequest]:
-        """Return the requests with their arrival times."""
         if self.pattern == "trace":
             first = min((request.at for request in requests), default=0.0)
             return [replace(request, at=(request.at - first) / self.speed) for request in requests]

@@ -28,8 +28,6 @@ OnTokens = Callable[[int], None]  # receives the number of tokens of each step
 
 
 class Clock(Protocol):
-    """A clock that can sleep."""
-
     def now(self) -> float: ...
 
     def sleep(self, seconds: float) -> None: ...

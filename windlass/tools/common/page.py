@@ -70,7 +70,6 @@ class Plot:
 
 
 def plotly_js() -> str:
-    """Return plotly's JavaScript from the package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

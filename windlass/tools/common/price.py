@@ -33,7 +33,6 @@ class Price:
     reason: str
 
     def per_million(self, tok_s: float) -> float | None:
-        """Dollars per million tokens at this throughput."""
         if self.per_hour is None or tok_s <= 0:
             return None
         return self.per_hour / 3600 / tok_s * 1e6
@@ -53,7 +52,6 @@ def price_of(given: float | None, device: str) -> Price:
 
 
 def gpu_price(name: str) -> Price:
-    """Return the default price of a GPU."""
     for part, price in _USD_PER_GPU_HOUR:
         if part in name:
             return Price(price, f"${price:g} per hour, a typical price of this GPU")

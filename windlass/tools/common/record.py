@@ -60,7 +60,6 @@ def save_text(path: Path, text: str) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """Read the record of an earlier run."""
     try:
         return Record(**json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -122,7 +121,6 @@ def _commit() -> str:
 
 
 def hardware() -> str:
-    """Describe the machine."""
     return f"{cpu_name()}, {os.cpu_count()} cores{_gpu_name()}"
 
 

@@ -229,7 +229,6 @@ def cells(shown: Columns, row: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a Markdown table."""
     shown = _without_unused(columns, rows)
     lines = [list(shown.values()), ["---"] * len(shown), *(cells(shown, row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -251,7 +250,6 @@ def show(record: Record, columns: Columns | None = None) -> None:
 
 
 def plain_table() -> Table:
-    """A table without lines."""
     return Table(box=None, pad_edge=False)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from windlass.errors import ConfigError, RequestError
 from windlass.tools.common.jsonl import check_messages, numbered_lines, parse_object
 from windlass.tools.common.requests import Message, TextRequest
-from windlass.tools.common.text_workload import Sizes, check_sizes
+from windlass.tools.common.text_workload import Sizes
 from windlass.tools.common.texts import Writer
 
 _OUTPUT_KEYS = ("max_tokens", "output_tokens", "output_length", "output_len")
@@ -35,7 +35,6 @@ def read_request_file(
     name: str, path: Path, sizes: Sizes, writer: Writer, seed: str
 ) -> RequestFile:
     """Read up to `num_prompts` requests; `name` is a key of FILE_FORMATS."""
-    check_sizes(name, sizes, ())
     try:
         made = FILE_FORMATS[name](path, sizes, writer, seed)
     except OSError as error:

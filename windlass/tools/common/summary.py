@@ -139,7 +139,6 @@ class Summary:
 
 
 def line_of(name: str, value: Any) -> str:
-    """Format one figure."""
     shown = f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{name:<40} {shown:<9}".rstrip()
 

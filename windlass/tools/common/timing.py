@@ -38,7 +38,6 @@ class Timing:
 
     @property
     def first_at(self) -> float | None:
-        """When the first tokens arrived."""
         return self.times[0] if self.times else None
 
     @property

@@ -50,8 +50,6 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The operating system and the versions."""
-
     os: str  # linux, darwin, win32
     release: str
     machine: str  # x86_64, aarch64
@@ -63,8 +61,6 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor."""
-
     model: str
     instructions: tuple[str, ...]
     topology: Topology
@@ -89,8 +85,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU."""
-
     name: str
     capability: tuple[int, int] | None  # None: the driver does not report it
     memory_bytes: int

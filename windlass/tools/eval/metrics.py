@@ -42,7 +42,6 @@ class Quality:
     against: Comparison | None = None
 
     def row(self, label: str) -> dict[str, Any]:
-        """Return a flat record row."""
         values = asdict(self)
         compared = values.pop("against") or {}
         return {"label": label} | {k: _short(v) for k, v in (values | compared).items()}

@@ -21,7 +21,6 @@ _SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
 
 def page(record: Record) -> str:
-    """Render the page as HTML."""
     top = html_table("ladder", (_line(row) for row in record.rows))
     return html_page(
         f"The ladder of {record.settings['name']}",
@@ -41,7 +40,6 @@ def _line(row: Row) -> str:
 
 
 def all_plots(rows: Sequence[Row]) -> list[Plot]:
-    """The plots that have data."""
     measured = [row for row in rows if "reason" not in row]
     plots = [_waterfall(measured, load) for load in _COLOURS]
     plots += [_alone(measured), _latency(measured), _quality(measured), _articles(measured)]

@@ -57,7 +57,6 @@ class LadderConfig:
     inputs: WeightInputs = field(default_factory=WeightInputs)
 
     def spec(self) -> dict[str, Any]:
-        """The options of the speculation rung."""
         given = {k: v for k, v in self.options.items() if k.startswith("spec")}
         if given.get("spec", "ngram") == "none":
             raise ConfigError("--spec none: exclude the rung with --rungs instead.")
@@ -69,7 +68,6 @@ class LadderConfig:
         return {"batching": "static", **given}
 
     def common(self) -> dict[str, Any]:
-        """The options of all rungs."""
         return {k: v for k, v in self.options.items() if k not in _STATIC_OPTIONS}
 
 

@@ -117,7 +117,6 @@ class LadderWeights:
         return self._checkpoints.model_of(format_)
 
     def about(self, weights: str) -> str:
-        """Describe the weights."""
         if weights == BASE_WEIGHTS:
             if self.stored is None:
                 return "the model's own weights"

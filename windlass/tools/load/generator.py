@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.errors import ConfigError
 from windlass.tools.common.requests import TextRequest
 from windlass.tools.common.timing import Timing
 
@@ -37,8 +36,6 @@ class LoadGenerator:
     def __init__(
         self, requests: Sequence[TextRequest], send: Send, max_concurrency: int | None = None
     ) -> None:
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ConfigError(f"--max-concurrency must be at least 1, got {max_concurrency}.")
         self.requests = requests
         self.timings: list[Timing] = []
         self.num_sent = 0

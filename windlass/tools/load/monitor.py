@@ -176,8 +176,8 @@ class Probes:
 
 
 @dataclass(slots=True)
-class ProgressView:
-    """Data of the progress line; owns the chunk counts of the last seconds."""
+class ProgressLine:
+    """A line with the state of a run; owns the chunk counts of the last seconds."""
 
     title: str
     generator: LoadGenerator
@@ -192,7 +192,7 @@ class ProgressView:
         (first_at, first), (last_at, last) = self._counts[0], self._counts[-1]
         return (last - first) / (last_at - first_at) if last_at > first_at else 0.0
 
-    def line(self, now: float) -> str:
+    def _line(self, now: float) -> str:
         """Requests, recent speed, and the server's queue and KV cache usage."""
         timings = self.generator.timings
         num_failed = sum(not timing.is_good for timing in timings)
@@ -213,18 +213,12 @@ class ProgressView:
                 parts.append(f"KV {last.kv:.0%}")
         return " · ".join([*parts, f"{now - self.generator.began:.0f} s"])
 
-
-class Progress:
-    """Shows a progress line on stderr, if that is a terminal."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-
-    async def run(self, view: ProgressView) -> None:
-        """Refresh the line until cancelled."""
-        if not self._console.is_terminal:
+    async def show(self) -> None:
+        """Refresh the line on stderr until cancelled, if that is a terminal."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
             return
-        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
             while True:
-                live.update(Text(view.line(time.perf_counter()), no_wrap=True), refresh=True)
+                live.update(Text(self._line(time.perf_counter()), no_wrap=True), refresh=True)
                 await asyncio.sleep(_REFRESH_S)

@@ -50,7 +50,6 @@ class RateSearch:
         return None if failing / best <= _MAX_RATIO else float(f"{math.sqrt(best * failing):.3g}")
 
     def verdict(self) -> str:
-        """The result in one sentence."""
         best, failing = self.best, self.lowest_failing
         goal = f"at least {self.min_share:.0%} of the requests meet the targets"
         if best is None and failing is None:

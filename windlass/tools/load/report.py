@@ -41,7 +41,6 @@ def read_records(paths: Sequence[Path], labels: Sequence[str] = ()) -> list[Reco
 
 
 def page(records: Sequence[Record]) -> str:
-    """Render the page as HTML."""
     names = ", ".join(dict.fromkeys(label_of(record) for record in records))
     rows = ["".join(html_cells("serve", row)) for record in records for row in record.rows]
     top = f"{_warnings(records)}\n{html_table('serve', rows)}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from windlass.config import flag
 from windlass.errors import ConfigError
 from windlass.tools.common.arrivals import Arrivals
 from windlass.tools.common.load import text_requests
@@ -22,11 +23,11 @@ from windlass.tools.common.record import Record
 from windlass.tools.common.request_files import FILE_FORMATS
 from windlass.tools.common.requests import TextRequest, fingerprint
 from windlass.tools.common.summary import METRICS, PERCENTILES, Summary, summarise
-from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, check_sizes, make_requests
+from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer
 from windlass.tools.load.client import Client, RequestOptions
 from windlass.tools.load.generator import INTERRUPTED, LoadGenerator, Outcome
-from windlass.tools.load.monitor import MetricsPoller, Probes, Progress, ProgressView
+from windlass.tools.load.monitor import MetricsPoller, Probes, ProgressLine
 from windlass.tools.load.rate_search import RateSearch
 from windlass.tools.load.rows import details, make_row
 from windlass.tools.load.server import Server, ServerError, choose_model
@@ -36,6 +37,7 @@ NOTES = (
     "and the last token. TPOT: time after the first token per further token. ITL: between chunks. "
     "Percentiles are interpolated."
 )
+_OPTIONAL_SIZES = ("prefix_len", "turns", "range_ratio")  # that some workloads use
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,6 @@ class ServeLoad:
 
     def __post_init__(self) -> None:
         if self.name in TEXT_WORKLOADS:
-            check_sizes(self.name, self.sizes, TEXT_WORKLOADS[self.name].takes)
             if self.path is not None or self.skip_bad_lines:
                 raise ConfigError(
                     "--dataset-path and --skip-bad-lines have no effect with --dataset-name "
@@ -84,6 +85,12 @@ class ServeLoad:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path FILE.")
         elif self.sizes.input_len is not None:
             raise ConfigError(f"--input-len has no effect with --dataset-name {self.name}.")
+        takes = TEXT_WORKLOADS[self.name].takes if self.name in TEXT_WORKLOADS else ()
+        for key in _OPTIONAL_SIZES:
+            if key not in takes and getattr(self.sizes, key) != getattr(Sizes(), key):
+                raise ConfigError(
+                    f"{flag(key)} has no effect with --dataset-name {self.name}. Remove it."
+                )
         if self.tokens_per_word is not None and self.name == "custom":
             raise ConfigError("--tokens-per-word has no effect with --dataset-name custom.")
         if self.tokens_per_word is not None and not self.tokens_per_word > 0:
@@ -120,9 +127,7 @@ class ServeResult:
     is_good: bool  # requests succeeded, and a rate search found a rate
 
 
-def measure(
-    config: ServeBenchConfig, log: Callable[[str], None], progress: Progress
-) -> ServeResult:
+def measure(config: ServeBenchConfig, log: Callable[[str], None]) -> ServeResult:
     """Run every point. Ctrl-C ends the current run; pressing it twice ends everything."""
     factory = None
     if find_spec("uvloop") is not None:
@@ -130,18 +135,15 @@ def measure(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_ServeBench(config, log, progress).run())
+        return runner.run(_ServeBench(config, log).run())
 
 
 class _ServeBench:
     """Owns the rows measured so far."""
 
-    def __init__(
-        self, config: ServeBenchConfig, log: Callable[[str], None], progress: Progress
-    ) -> None:
+    def __init__(self, config: ServeBenchConfig, log: Callable[[str], None]) -> None:
         self._config = config
         self._log = log
-        self._progress = progress
         self._rows: list[dict[str, Any]] = []
         self._search = None if config.search_share is None else RateSearch(config.search_share)
 
@@ -238,13 +240,13 @@ class _ServeBench:
         self._log(f"{point.title}: {len(requests)} requests")
         generator = LoadGenerator(requests, client.send, point.max_concurrency)
         metrics = MetricsPoller(server)
-        view = ProgressView(
+        line = ProgressLine(
             title=point.title,
             generator=generator,
             samples=metrics.samples,
             num_chunks=lambda: client.num_chunks,
         )
-        tasks = [metrics.run(), self._progress.run(view)]
+        tasks = [metrics.run(), line.show()]
         probes = None
         if self._config.probe_rate:
             probes = Probes(Client(server, options).send, self._config.probe_rate)
@@ -266,8 +268,8 @@ class _ServeBench:
         self._log_summary(point, summary, outcome)
         if probes is not None:
             self._rows[-1] |= probes.row()
-            for line in probes.lines():
-                self._log(line)
+            for text in probes.lines():
+                self._log(text)
         return outcome.stopped
 
     def _row_head(self, point: Point, num_prompts: int) -> dict[str, Any]:

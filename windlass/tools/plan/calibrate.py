@@ -38,8 +38,6 @@ class Calibration:
 
 
 class StepRunner(Protocol):
-    """Runs one step."""
-
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
@@ -142,8 +140,6 @@ class _RowShape(NamedTuple):
 
 
 class _StepTimer:
-    """Runs steps and times them."""
-
     def __init__(
         self, runner: StepRunner, limits: CalibrationLimits, clock: Callable[[], float]
     ) -> None:

@@ -48,7 +48,6 @@ class Fabric:
         return self.launch_s + min(self._algorithms(collective.kind, num_bytes, ranks).values())
 
     def algorithm(self, collective: Collective) -> str:
-        """The fastest algorithm."""
         found = self._algorithms(collective.kind, collective.num_bytes, collective.num_ranks)
         return min(found, key=lambda name: found[name])
 

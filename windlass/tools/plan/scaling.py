@@ -51,8 +51,6 @@ _GPU_MEMORY = 139 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU to plan for."""
-
     name: str
     memory: int
     memory_source: str
@@ -242,7 +240,6 @@ class ScalingModel:
         self._kinds: set[KernelKind] = set()
 
     def plan(self, query: ScalingQuery) -> ScalingPlan:
-        """Compare all shapes of the query."""
         context = self._context(query.context)
         shapes = list(query.shapes(self.hparams.moe is not None))
         if not shapes:  # expert parallelism on one device, or without experts
@@ -487,7 +484,6 @@ def _ms(seconds: float) -> float:
 
 
 def _share(stages: Iterable[_StageTime]) -> float:
-    """The collectives' share of the time."""
     found = list(stages)
     return round(sum(each.collectives for each in found) / sum(each.total for each in found), 4)
 

@@ -62,7 +62,6 @@ class Prediction:
     fleets: list[Fleet]  # by number of devices; empty: not requested
 
     def row(self) -> dict[str, Any]:
-        """Return all figures as one flat record row."""
         return {"workload": self.load, **self.summary.row(), **engine_figures(self.run)}
 
 

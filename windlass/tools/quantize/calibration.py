@@ -112,7 +112,6 @@ def _num_samples(
 
 
 def read_record(line: bytes) -> Record:
-    """Parse a text or a conversation."""
     value = parse_object(line, '{"text": "..."}')
     if ("text" in value) == ("messages" in value):
         raise RequestError("needs either text or messages")

@@ -306,7 +306,6 @@ def _report(
     layers: list[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the contents of quality.json."""
     choices = {name: value for name, value in asdict(recipe).items() if name != "notes"}
     return {
         **choices,

@@ -35,7 +35,6 @@ class IntWeight:
         return (self.codes.float() - zeros) * self.scales[:, at]
 
     def rows(self, first: int, count: int) -> IntWeight:
-        """Return a range of outputs."""
         part = slice(first, first + count)
         return IntWeight(
             bits=self.bits,

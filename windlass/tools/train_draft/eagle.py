@@ -114,8 +114,6 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The gated MLP."""
-
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)

@@ -74,7 +74,6 @@ class TrainOptions:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The number of draft tokens that the head learns."""
         if self.kind == "eagle":
             return self.unroll or DEFAULT_UNROLL
         return self.heads or DEFAULT_HEADS

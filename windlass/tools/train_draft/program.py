@@ -56,8 +56,6 @@ _MAY_CHANGE = ("time_limit", "save_every")  # options that may differ when a run
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """A finished head: its report and its acceptance."""
-
     report: dict[str, Any]
     acceptance: Acceptance
 

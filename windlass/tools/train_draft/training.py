@@ -138,7 +138,6 @@ class Trainer:
         return progress
 
     def _steps_left(self) -> Iterator[list[Text]]:
-        """The remaining steps."""
         done = self.progress.step
         for number in range(self._options.epochs):
             steps = list(epoch(self._texts, self._batch_tokens, seed=self._seed, number=number))

@@ -89,11 +89,9 @@ class TrialResult:
 
     @property
     def usd_per_million(self) -> float | None:
-        """Dollars per million output tokens."""
         return Price(self.price_per_hour, "").per_million(self.summary.output_throughput)
 
     def row(self) -> dict[str, Any]:
-        """Return a row of the table and the record."""
         figures, quality, run = self.summary.row(), self.settings.format.quality, self.runs[-1]
         names = ("output_throughput", "request_throughput", "request_goodput")
         usd = self.usd_per_million

@@ -46,7 +46,6 @@ class Settings:
     spec: str = "none"
 
     def options(self) -> dict[str, Any]:
-        """Return options of `serve` and `LLM`."""
         own: dict[str, Any] = {
             **self.format.options,
             "max_num_seqs": self.max_num_seqs,
