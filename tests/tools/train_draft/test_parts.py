@@ -62,13 +62,13 @@ def test_a_conversation_needs_a_template(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the model has no chat template"):
         read_prompts(path, renderer, 20, skip_bad_lines=False)
     with pytest.raises(ConfigError, match="cannot generate prompts"):
-        PromptGenerator.of(renderer, bos_id=None, max_tokens=20, seed=0)
+        PromptGenerator(renderer, bos_id=None, max_tokens=20, seed=0)
 
 
 def test_generated_prompts_end_with_the_user_message(model: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
     card = card_of(model, chat_template=template)
-    generator = PromptGenerator.of(Renderer(card), bos_id=None, max_tokens=64, seed=0)
+    generator = PromptGenerator(Renderer(card), bos_id=None, max_tokens=64, seed=0)
     assert card.tokenizer.decode(generator.opening) == "[user]"
     written = ["Hello[end][user]", "Hello[end]", "without an end", " [end]", "Why?[end]"]
     tokens = [card.tokenizer.encode(text) for text in written]

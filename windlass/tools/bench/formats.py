@@ -194,7 +194,8 @@ class _Bench:
         }
         as_served = exact = self._quality.compare(served)
         # If every GEMM uses torch, float32 arithmetic gives the same results.
-        if any(gemm.kernel != "torch" for linear in _linears(network) for gemm in linear.gemms):
+        linears = [module for module in network.modules() if isinstance(module, Linear)]
+        if any(gemm.kernel != "torch" for linear in linears for gemm in linear.gemms):
             del served, network
             exact = self._quality.compare(self._quality.build(self._exact(config)))
         served_row = _quality_row(as_served)
@@ -284,10 +285,6 @@ def _decode_tok_s(engine: WindlassEngine, workload: Workload, draw: int) -> floa
     result = engine.run(workload.requests(engine.vocab_size, draw + 1))
     assert result.window is not None, "all requests of a decode workload decode together"
     return result.window.tok_s
-
-
-def _linears(network: Network) -> list[Linear]:
-    return [module for module in network.modules() if isinstance(module, Linear)]
 
 
 def _bits_per_weight(network: Network) -> float:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from windlass.errors import ConfigError, UnsupportedError
+from windlass.lora.modules import linear_shapes
 from windlass.models.hparams import HParams
 from windlass.tools.quantize.gptq import ActOrder
 from windlass.tools.quantize.weights import Grid
@@ -193,27 +194,19 @@ def _act_order(options: QuantizeOptions, format: Format) -> ActOrder:
     return options.act_order or "static"
 
 
-def linear_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
+def _block_shapes(hparams: HParams) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the blocks' linear layers by their names in checkpoints."""
     hidden, moe = hparams.hidden_size, hparams.moe
-    heads, kv = hparams.num_heads * hparams.head_dim, hparams.num_kv_heads * hparams.head_dim
-    dense = moe is None or not all(moe.layers)
-    shared = moe.shared_intermediate_size if moe else 0
-    return {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        **(_mlp("", hidden, hparams.intermediate_size, hparams.gated_mlp) if dense else {}),
-        **(_mlp("experts.*.", hidden, moe.intermediate_size) if moe else {}),
-        **(_mlp("shared_expert.", hidden, shared) if shared else {}),
-    }
-
-
-def _mlp(prefix: str, hidden: int, inner: int, gated: bool = True) -> dict[str, tuple[int, int]]:
-    first = ("gate_proj", "up_proj") if gated else ("up_proj",)
-    found = {f"mlp.{prefix}{part}": (inner, hidden) for part in first}
-    return {**found, f"mlp.{prefix}down_proj": (hidden, inner)}
+    named = linear_shapes(hparams).items()
+    shapes = {name.split(".", 3)[3]: shape for name, shape in named if name != "lm_head"}
+    experts = {"experts.*": moe.intermediate_size} if moe else {}
+    if moe and moe.shared_intermediate_size:
+        experts["shared_expert"] = moe.shared_intermediate_size
+    for prefix, inner in experts.items():
+        for part in ("gate_proj", "up_proj"):
+            shapes[f"mlp.{prefix}.{part}"] = (inner, hidden)
+        shapes[f"mlp.{prefix}.down_proj"] = (hidden, inner)
+    return shapes
 
 
 def _group_size(options: QuantizeOptions, hparams: HParams, notes: list[str]) -> int:
@@ -224,7 +217,7 @@ def _group_size(options: QuantizeOptions, hparams: HParams, notes: list[str]) ->
                 f"--group-size does not go with --method {method}: it has one scale per output."
             )
         return PER_CHANNEL
-    inputs = {name: num_in for name, (_, num_in) in linear_shapes(hparams).items()}
+    inputs = {name: num_in for name, (_, num_in) in _block_shapes(hparams).items()}
     if requested == PER_CHANNEL and method != "nf4":
         return PER_CHANNEL
     possible = [size for size in _GROUP_SIZES if all(n % size == 0 for n in inputs.values())]
@@ -277,7 +270,7 @@ def _dtype(hparams: HParams, format: Format, notes: list[str]) -> torch.dtype:
 def _check_packing(recipe: Recipe, hparams: HParams) -> None:
     """Check that codes fill 32-bit words along outputs and inputs."""
     if recipe.scales == "block":
-        wrong = next(((n, k) for n, (_, k) in linear_shapes(hparams).items() if k % BLOCK), None)
+        wrong = next(((n, k) for n, (_, k) in _block_shapes(hparams).items() if k % BLOCK), None)
         if wrong is not None:
             raise ConfigError(
                 f"--scales block: blocks of {BLOCK} do not divide the {wrong[1]} inputs of "
@@ -286,7 +279,7 @@ def _check_packing(recipe: Recipe, hparams: HParams) -> None:
     if recipe.method in ("smoothquant", "fp8"):
         return
     unit = 32 if recipe.bits == 3 else 8
-    for name, (num_out, num_in) in linear_shapes(hparams).items():
+    for name, (num_out, num_in) in _block_shapes(hparams).items():
         if num_out % unit or num_in % unit:
             raise ConfigError(
                 f"model.layers.*.{name} has {num_out} outputs and {num_in} inputs; {recipe.bits}-bit "

@@ -192,7 +192,7 @@ class _TargetSession:
         path = self._job.texts or output.folder / "texts.jsonl"
         if given is None:
             max_prompt = options.context // 2
-            generator = PromptGenerator.of(
+            generator = PromptGenerator(
                 renderer, bos_id=self.opened.hparams.bos_id, max_tokens=max_prompt, seed=seed
             )
             about = {**self._numerics(), "seed": seed, "longest": max_prompt}

@@ -119,20 +119,13 @@ def unique(prompts: Iterable[list[int]]) -> list[list[int]]:
     return [list(tokens) for tokens in dict.fromkeys(map(tuple, prompts))]
 
 
-@dataclass(frozen=True, slots=True)
 class PromptGenerator:
     """Samples prompts from the model, which continues the opening of a user message."""
 
-    renderer: Renderer
-    opening: list[int]
-    closing: str  # the template's text after a user message; empty: there is no template
-    max_tokens: int
-    seed: int
-
-    @classmethod
-    def of(
-        cls, renderer: Renderer, *, bos_id: int | None, max_tokens: int, seed: int
-    ) -> PromptGenerator:
+    def __init__(
+        self, renderer: Renderer, *, bos_id: int | None, max_tokens: int, seed: int
+    ) -> None:
+        # closing: the template's text after a user message; empty: there is no template
         opening, closing = renderer.opening() or ([], "")
         if not opening:
             if bos_id is None:
@@ -141,32 +134,30 @@ class PromptGenerator:
                     "generate prompts. Give prompts with --data FILE.jsonl."
                 )
             opening, closing = [bos_id], ""
-        return cls(
-            renderer=renderer,
-            opening=opening,
-            closing=closing,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        self.opening = opening
+        self._closing = closing
+        self._renderer = renderer
+        self._max_tokens = max_tokens
+        self._seed = seed
 
     def sampling(self, number: int) -> SamplingParams:
-        tokens = max(1, min(_MAX_GENERATED, self.max_tokens - len(self.opening)))
+        tokens = max(1, min(_MAX_GENERATED, self._max_tokens - len(self.opening)))
         return SamplingParams(
-            temperature=1.0, top_p=0.95, max_tokens=tokens, seed=self.seed * 1_000_003 + number
+            temperature=1.0, top_p=0.95, max_tokens=tokens, seed=self._seed * 1_000_003 + number
         )
 
     def prompts(self, generated: Iterable[list[int]]) -> list[list[int]]:
         """The usable prompts among the model's outputs: finished messages, without duplicates."""
-        tokenizer = self.renderer.card.tokenizer
+        tokenizer = self._renderer.card.tokenizer
         found = []
         for tokens in generated:
-            if not self.closing:
+            if not self._closing:
                 found.append([*self.opening, *tokens[: max(1, len(tokens) // 2)]])
                 continue
-            text, closed, _ = tokenizer.decode(tokens, skip_special=False).partition(self.closing)
+            text, closed, _ = tokenizer.decode(tokens, skip_special=False).partition(self._closing)
             if not closed:
                 text = tokenizer.decode(tokens) if tokens[-1] in tokenizer.eos_ids else ""
             if text.strip():
                 message = {"role": "user", "content": text.strip()}
-                found.append(self.renderer.conversation([message]))
-        return unique(tokens for tokens in found if len(tokens) <= self.max_tokens)
+                found.append(self._renderer.conversation([message]))
+        return unique(tokens for tokens in found if len(tokens) <= self._max_tokens)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from windlass.config import Limits
 from windlass.errors import EngineError, UnsupportedError
 from windlass.tools.tune.results import TrialResult
-from windlass.tools.tune.space import BLOCK_SHARES, Settings, Space
+from windlass.tools.tune.space import BLOCK_SHARES, SEQS, TOKENS, ModelFormat, Settings
 
 Predict = Callable[[Settings, float], TrialResult]  # settings, share of the blocks
 
@@ -29,15 +29,25 @@ def import_optuna() -> Any:
 class Search:
     """Owns the optuna study and its results, which stay valid after an interruption."""
 
-    def __init__(self, space: Space, predict: Predict, start: Limits, seed: int) -> None:
+    def __init__(
+        self,
+        formats: Sequence[ModelFormat],
+        device: Literal["cpu", "cuda"],
+        predict: Predict,
+        start: Limits,
+        seed: int,
+    ) -> None:
+        """`start`: the limits to try first, with every format."""
         self._optuna = import_optuna()
-        self._space = space
+        self._formats = formats
+        self._seqs = sorted({*SEQS[device], start.max_num_seqs})
+        self._tokens = sorted({*TOKENS[device], start.max_num_batched_tokens})
         self._predict = predict
         self.tried: dict[str, TrialResult] = {}  # by the title of their settings
         self.num_pruned = 0
         sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=12)
         self._study = self._optuna.create_study(direction="maximize", sampler=sampler)
-        for index in range(len(space.formats)):
+        for index in range(len(formats)):
             self._study.enqueue_trial(
                 {
                     "format": index,
@@ -51,10 +61,9 @@ class Search:
         self._study.optimize(self._objective, n_trials=num_trials)
 
     def _objective(self, trial: Any) -> float:
-        space = self._space
-        format = space.formats[trial.suggest_categorical("format", range(len(space.formats)))]
-        seqs = trial.suggest_categorical("seqs", space.seqs)
-        tokens = trial.suggest_categorical("tokens", space.tokens)
+        format = self._formats[trial.suggest_categorical("format", range(len(self._formats)))]
+        seqs = trial.suggest_categorical("seqs", self._seqs)
+        tokens = trial.suggest_categorical("tokens", self._tokens)
         share = trial.suggest_categorical("blocks", BLOCK_SHARES)
         if tokens < seqs:
             self.num_pruned += 1

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from windlass.config import EngineConfig, Limits
+from windlass.config import EngineConfig
 from windlass.tools.plan.formats import STORED
 from windlass.tools.plan.quality import REFERENCE, Retention
 from windlass.tools.plan.select import Candidate, Plan
 
 _FORMAT_OPTIONS = ("quantization", "quantize_head", "dtype", "kv_cache_dtype")
-_SEQS = {"cpu": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cuda": (8, 16, 32, 64, 128, 256, 512)}
-_TOKENS = {
+# Values to search, beside those of the device's defaults or of --profile.
+SEQS = {"cpu": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cuda": (8, 16, 32, 64, 128, 256, 512)}
+TOKENS = {
     "cpu": (64, 128, 256, 512, 1024, 2048, 4096, 16384, 32768),
     "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768),
 }
@@ -66,29 +67,6 @@ class Settings:
         return (
             f"{self.format.name}, {self.max_num_seqs} sequences, {self.max_num_batched_tokens:,} "
             f"tokens per step{blocks}{spec}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """All values of each setting."""
-
-    formats: tuple[ModelFormat, ...]
-    seqs: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        device: Literal["cpu", "cuda"],
-        formats: tuple[ModelFormat, ...],
-        start: Limits,
-    ) -> Space:
-        """Return the device's values and those of `start`, where the search begins."""
-        return cls(
-            formats,
-            tuple(sorted({*_SEQS[device], start.max_num_seqs})),
-            tuple(sorted({*_TOKENS[device], start.max_num_batched_tokens})),
         )
 
 

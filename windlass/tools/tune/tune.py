@@ -37,7 +37,6 @@ from windlass.tools.tune.space import (
     SPECS,
     ModelFormat,
     Settings,
-    Space,
     choose_formats,
     stored_quality,
 )
@@ -187,8 +186,13 @@ class Tuner:
         )
         formats = self._formats()
         start = self._base.limits(self._device)  # the device's defaults, or those of --profile
-        space = Space.of(self._device, formats, start)
-        search = Search(space=space, predict=self._predict, start=start, seed=self._base.model.seed)
+        search = Search(
+            formats=formats,
+            device=self._device,
+            predict=self._predict,
+            start=start,
+            seed=self._base.model.seed,
+        )
         try:
             search.run(config.num_trials)
         finally:
