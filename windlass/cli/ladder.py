@@ -140,14 +140,15 @@ def ladder(
         ),
     )
     run, page = Ladder(config, log), _page(html, output)
-    outcome = run.run(progress)
+    complete = run.run(progress)
+    record = run.record()
     log(f"written to {output}")
     if page is not None:
-        save_text(page, html_page(outcome.record))
+        save_text(page, html_page(record))
         log(f"written to {page}")
-    typer.echo(markdown(COLUMNS["ladder"], outcome.record.rows))
-    typer.echo(f"\n{outcome.record.notes}")
-    if not outcome.complete:
+    typer.echo(markdown(COLUMNS["ladder"], record.rows))
+    typer.echo(f"\n{record.notes}")
+    if not complete:
         log("\ninterrupted; the same command resumes the run")
         return _INTERRUPTED
     return 0

@@ -188,7 +188,7 @@ def test_remarks_explain_regressions(
     rung: str, load: str, more: dict[str, Any], reason: str
 ) -> None:
     base = _row("continuous", "base", 100.0)
-    text = remark(BY_NAME[rung], _row(rung, "alone", 90.0, **more), base, load)
+    text = remark(_row(rung, "alone", 90.0, **more), base, load)
     assert text is not None
     assert ": 0.90x, worse: " in text
     assert re.search(reason, text)
@@ -205,7 +205,7 @@ def test_speedups_are_corrected_by_the_machines_speed() -> None:
         _row("everything", "stacked", 210.0),
     ]
     settings = dict.fromkeys(("workload", "low", "saturation", "base", "text", "price"), "x")
-    record = make_record(rows, BY_NAME, settings, 3)
+    record = make_record(rows, settings, 3)
     naive, _, missing, int4, _, everything = record.rows
     assert (naive["sat_speedup"], int4["sat_speedup"]) == (0.4, 2.0)
     assert missing["label"] == "fp8: no fp8"

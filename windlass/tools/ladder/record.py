@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from windlass.tools.common.record import Record
-from windlass.tools.ladder.rungs import BASE, Rung
+from windlass.tools.ladder.rungs import BASE
 from windlass.tools.ladder.workload import LOAD_NAMES
 
 Row = dict[str, Any]
@@ -56,16 +56,14 @@ def article_figures(rung: str, mode: str, has_awq: bool) -> ArticleFigures | Non
     return ARTICLE_TABLE.get(key)
 
 
-def make_record(
-    rows: Sequence[Row], rungs: Mapping[str, Rung], settings: dict[str, Any], num_left: int
-) -> Record:
+def make_record(rows: Sequence[Row], settings: dict[str, Any], num_left: int) -> Record:
     """Make the record; `num_left` rows are not yet measured."""
     base = next((row for row in rows if row["rung"] == BASE and "reason" not in row), None)
     has_awq = any(row["rung"] == "awq" and "reason" not in row for row in rows)
     made = [_with_speedups(dict(row), base, has_awq) for row in rows]
     lines = []
     for index, row in enumerate(made):
-        row["remarks"] = _remarks(made, index, rungs)
+        row["remarks"] = _remarks(made, index)
         if row["remarks"]:
             lines.append(f"- {row['label']}: {'; '.join(row['remarks'])}.")
     notes = f"{_NOTES} {_about(settings)}"
@@ -148,12 +146,12 @@ def _about(settings: Mapping[str, Any]) -> str:
 # ---- remarks ---------------------------------------------------------------------------------
 
 
-def _remarks(rows: Sequence[Row], index: int, rungs: Mapping[str, Rung]) -> list[str]:
+def _remarks(rows: Sequence[Row], index: int) -> list[str]:
     row = rows[index]
     below = row_below(rows, index)
     if "reason" in row or below is None:
         return []
-    texts = (remark(rungs[row["rung"]], row, below=below, load=load) for load in LOAD_NAMES)
+    texts = (remark(row, below=below, load=load) for load in LOAD_NAMES)
     return [text for text in texts if text is not None]
 
 
@@ -181,34 +179,34 @@ def row_below(rows: Sequence[Row], index: int) -> Row | None:
     return measured.get(BASE)
 
 
-def remark(rung: Rung, row: Row, below: Row, load: str) -> str | None:
+def remark(row: Row, below: Row, load: str) -> str | None:
     """Compare a row with `below` at one load; None if there is nothing to compare."""
     ratio = speedup(row, below, load)
     if ratio is None or row is below:
         return None
     head = f"{LOAD_NAMES[load]}: {ratio:.2f}x"
-    if rung.kind == "all":
+    if row["kind"] == "all":
         return f"{head} {below['title']}"
     single = max(row[f"{load}_tokens_per_step"], below[f"{load}_tokens_per_step"]) < _SINGLE_ROW
-    if rung.kind == "batching" and single and (ratio > _WORSE or rung.name != "static"):
+    if row["kind"] == "batching" and single and (ratio > _WORSE or row["rung"] != "static"):
         return f"{head}, noise: one request runs at a time, so there is nothing to batch"
-    reason = _REASONS[rung.kind](rung, row, below, load, ratio)
+    reason = _REASONS[row["kind"]](row, below, load, ratio)
     if _WORSE < ratio < _BETTER:
         return f"{head}, no gain: {reason}"
     return f"{head}, {'worse' if ratio <= _WORSE else 'better'}: {reason}"
 
 
-def _batching(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
+def _batching(row: Row, below: Row, load: str, ratio: float) -> str:
     tokens, before = row[f"{load}_tokens_per_step"], below[f"{load}_tokens_per_step"]
-    if load == "low" and rung.name == "static" and ratio <= _WORSE:
+    if load == "low" and row["rung"] == "static" and ratio <= _WORSE:
         return "a batch waits for further requests, which do not arrive"
-    if rung.name == "static" and ratio <= _WORSE:
+    if row["rung"] == "static" and ratio <= _WORSE:
         return "a batch waits until it is full or times out, and then for its longest output"
     return f"{tokens:g} tokens per step instead of {before:g}, and a step reads the weights once"
 
 
-def _prefill(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
-    del rung, ratio
+def _prefill(row: Row, below: Row, load: str, ratio: float) -> str:
+    del ratio
     chunked, count = row[f"{load}_chunked_prompts"], row[f"{load}_requests"]
     budget = f"{row['max_num_batched_tokens']:,} tokens"
     text = f"{chunked} of {count} prompts were chunked to fill steps of {budget}"
@@ -224,8 +222,7 @@ def _prefill(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     )
 
 
-def _prefix(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
-    del rung
+def _prefix(row: Row, below: Row, load: str, ratio: float) -> str:
     share, prompts = row[f"{load}_cached_share"], below[f"{load}_prompt_share"]
     if share == 0:
         return "no prompt shared a prefix with an earlier one"
@@ -235,8 +232,7 @@ def _prefix(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     return f"{hits}; prompts were {prompts:.0%} of the computed tokens"
 
 
-def _weights(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
-    del rung
+def _weights(row: Row, below: Row, load: str, ratio: float) -> str:
     sizes = f"{row['weights_mib']:,.0f} MiB of weights instead of {below['weights_mib']:,.0f}"
     kernels = " and ".join(row["kernels"]) or "torch GEMMs"
     if ratio < _BETTER and any("torch kernel" in kernel for kernel in row["kernels"]):
@@ -249,8 +245,7 @@ def _weights(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     return f"{sizes}; {shared}, so the arithmetic counts too ({kernels})"
 
 
-def _kv(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
-    del rung
+def _kv(row: Row, below: Row, load: str, ratio: float) -> str:
     cache = below[f"{load}_kv_mean_mib"]
     share = cache / max(1e-9, cache + below["weights_mib"])
     saved = 1 - row["kv_token_bytes"] / below["kv_token_bytes"]
@@ -263,8 +258,7 @@ def _kv(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
     return f"{text}; the same memory holds {more:.1f}x the tokens"
 
 
-def _speculation(rung: Rung, row: Row, below: Row, load: str, ratio: float) -> str:
-    del rung
+def _speculation(row: Row, below: Row, load: str, ratio: float) -> str:
     drafted, accepted = row[f"{load}_drafted"], row[f"{load}_accepted"]
     tokens = below[f"{load}_tokens_per_step"]
     if not drafted:

@@ -71,14 +71,6 @@ class LadderConfig:
         return {k: v for k, v in self.options.items() if k not in _STATIC_OPTIONS}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """All rows so far; `complete` is false after an interruption."""
-
-    record: Record
-    complete: bool
-
-
 class Ladder:
     """One run of the ladder: its variants, and the rows measured so far."""
 
@@ -114,8 +106,8 @@ class Ladder:
     def todo(self) -> list[Variant]:
         return [variant for variant in self.variants if variant.key not in self._rows]
 
-    def run(self, show_progress: bool) -> Outcome:
-        """Measure the remaining variants. Ctrl-C ends the run and keeps the finished rows."""
+    def run(self, show_progress: bool) -> bool:
+        """Measure the remaining variants; return False after ctrl-C, which keeps the finished rows."""
         todo = self.todo
         if len(todo) < len(self.variants):
             done = len(self.variants) - len(todo)
@@ -145,15 +137,12 @@ class Ladder:
                     bar.done()
             except KeyboardInterrupt:
                 complete = False
-        record = self.record()
-        record.save(self._config.output)
-        return Outcome(record, complete)
+        self.record().save(self._config.output)
+        return complete
 
     def record(self) -> Record:
         ordered = [self._rows[it.key] for it in self.variants if it.key in self._rows]
-        rungs = {rung.name: rung for rung in self._rungs}
-        num_left = len(self.variants) - len(ordered)
-        return make_record(ordered, rungs, settings=self._settings, num_left=num_left)
+        return make_record(ordered, self._settings, num_left=len(self.variants) - len(ordered))
 
     def _row(self, bench: Bench, variant: Variant, bar: ProgressBar) -> Row:
         rung = variant.rung
