@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from windlass.errors import ConfigError
+from windlass.tools.common.requests import Timing
 from windlass.tools.common.summary import (
     parse_goodput,
     peak_concurrency,
@@ -13,7 +14,6 @@ from windlass.tools.common.summary import (
     summarise,
     tokens_by_second,
 )
-from windlass.tools.common.timing import Timing
 
 # A slow start, three tokens in one chunk, a single token, a failure half way.
 TIMINGS = [

@@ -14,9 +14,8 @@ from windlass.core.kv_layout import KVLayout
 from windlass.core.speculation.costs import StepCosts
 from windlass.core.types import Row, RowResult, SlotId, StepPlan, StepResult
 from windlass.tools.common.drive import EngineRun
-from windlass.tools.common.requests import Request
+from windlass.tools.common.requests import Request, Timing
 from windlass.tools.common.slo import parse_slo
-from windlass.tools.common.timing import Timing
 from windlass.tools.plan.calibrate import CalibrationLimits, calibrate
 from windlass.tools.plan.cost_model import CostModel
 from windlass.tools.plan.simulate import simulate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from windlass.errors import ConfigError
+from windlass.tools.common.requests import Timing
 from windlass.tools.common.slo import parse_slo
 from windlass.tools.common.summary import summarise
-from windlass.tools.common.timing import Timing
 
 
 def timing(first: float, last: float) -> Timing:

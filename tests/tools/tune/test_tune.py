@@ -18,8 +18,8 @@ from windlass.cli.options import ENGINE_OPTIONS, MODEL_ARGUMENT, SERVE_OPTIONS
 from windlass.config import EngineConfig
 from windlass.tools.common.drive import EngineRun
 from windlass.tools.common.load import Load
+from windlass.tools.common.requests import Timing
 from windlass.tools.common.slo import Slo
-from windlass.tools.common.timing import Timing
 from windlass.tools.plan.quality import REFERENCE
 from windlass.tools.tune.report import verdict
 from windlass.tools.tune.results import TrialResult, best_of

@@ -17,9 +17,8 @@ from windlass.core.sampling import SamplingParams
 from windlass.core.types import NewRequest, Output, Timeline
 from windlass.engine import Engine
 from windlass.errors import EngineError, RequestError
-from windlass.tools.common.requests import Request
+from windlass.tools.common.requests import Request, Timing
 from windlass.tools.common.summary import percentile, values_of
-from windlass.tools.common.timing import Timing
 
 _IDLE_S = 0.0005  # sleep after a step that computed nothing, such as while a batch fills
 _STATS_EVERY = 4  # steps between two reads of the engine's statistics in throughput runs

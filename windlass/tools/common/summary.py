@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.errors import ConfigError
-from windlass.tools.common.timing import Timing
+from windlass.tools.common.requests import Timing
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 TITLES = {

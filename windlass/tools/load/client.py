@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError
-from windlass.tools.common.requests import TextRequest
-from windlass.tools.common.timing import Timing
+from windlass.tools.common.requests import TextRequest, Timing
 from windlass.tools.load.server import Server
 from windlass.tools.load.stream import ResponseStream, StreamBroken, error_text
 

@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from windlass.tools.common.requests import TextRequest
-from windlass.tools.common.timing import Timing
+from windlass.tools.common.requests import TextRequest, Timing
 
 Send = Callable[[TextRequest, float], Awaitable[Timing]]
 

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from windlass.tools.common.requests import TextRequest
+from windlass.tools.common.requests import TextRequest, Timing
 from windlass.tools.common.summary import line_of, percentile, values_of
-from windlass.tools.common.timing import Timing
 from windlass.tools.load.generator import LoadGenerator, Send
 from windlass.tools.load.server import Server
 

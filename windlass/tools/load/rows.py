@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.tools.common.requests import Timing
 from windlass.tools.common.summary import METRICS, Summary, percentile, values_of
-from windlass.tools.common.timing import Timing
 from windlass.tools.load.generator import Outcome
 from windlass.tools.load.monitor import MetricsSample, speculation
 

@@ -1,4 +1,4 @@
-"""The search: optuna over the simulator."""
+"""The search over sequences, tokens per step, blocks and formats: optuna over the simulator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any, Literal
 from windlass.config import Limits
 from windlass.errors import EngineError, UnsupportedError
 from windlass.tools.tune.results import TrialResult
-from windlass.tools.tune.space import BLOCK_SHARES, SEQS, TOKENS, ModelFormat, Settings
+from windlass.tools.tune.space import ModelFormat, Settings
 
+# Values to search, beside those of the device's defaults or of --profile.
+_SEQS = {"cpu": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cuda": (8, 16, 32, 64, 128, 256, 512)}
+_TOKENS = {
+    "cpu": (64, 128, 256, 512, 1024, 2048, 4096, 16384, 32768),
+    "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768),
+}
+_BLOCK_SHARES = (1.0, 0.5, 0.25)  # of the blocks that the engine would allocate
 Predict = Callable[[Settings, float], TrialResult]  # settings, share of the blocks
 
 
@@ -40,8 +47,8 @@ class Search:
         """`start`: the limits to try first, with every format."""
         self._optuna = import_optuna()
         self._formats = formats
-        self._seqs = sorted({*SEQS[device], start.max_num_seqs})
-        self._tokens = sorted({*TOKENS[device], start.max_num_batched_tokens})
+        self._seqs = sorted({*_SEQS[device], start.max_num_seqs})
+        self._tokens = sorted({*_TOKENS[device], start.max_num_batched_tokens})
         self._predict = predict
         self.tried: dict[str, TrialResult] = {}  # by the title of their settings
         self.num_pruned = 0
@@ -53,7 +60,7 @@ class Search:
                     "format": index,
                     "seqs": start.max_num_seqs,
                     "tokens": start.max_num_batched_tokens,
-                    "blocks": BLOCK_SHARES[0],
+                    "blocks": _BLOCK_SHARES[0],
                 }
             )
 
@@ -64,7 +71,7 @@ class Search:
         format = self._formats[trial.suggest_categorical("format", range(len(self._formats)))]
         seqs = trial.suggest_categorical("seqs", self._seqs)
         tokens = trial.suggest_categorical("tokens", self._tokens)
-        share = trial.suggest_categorical("blocks", BLOCK_SHARES)
+        share = trial.suggest_categorical("blocks", _BLOCK_SHARES)
         if tokens < seqs:
             self.num_pruned += 1
             raise self._optuna.TrialPruned("a step has fewer tokens than sequences")

@@ -1,4 +1,4 @@
-"""The search space: sequences, tokens per step, blocks and formats."""
+"""Points of the search space, and the formats to search."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from windlass.tools.plan.quality import REFERENCE, Retention
 from windlass.tools.plan.select import Candidate, Plan
 
 _FORMAT_OPTIONS = ("quantization", "quantize_head", "dtype", "kv_cache_dtype")
-# Values to search, beside those of the device's defaults or of --profile.
-SEQS = {"cpu": (1, 2, 4, 8, 16, 32, 64, 128, 256), "cuda": (8, 16, 32, 64, 128, 256, 512)}
-TOKENS = {
-    "cpu": (64, 128, 256, 512, 1024, 2048, 4096, 16384, 32768),
-    "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768),
-}
-BLOCK_SHARES = (1.0, 0.5, 0.25)  # of the blocks that the engine would allocate
 SPECS = ("ngram", "lookahead")  # proposers that need no further weights
 
 
