@@ -56,9 +56,9 @@ from windlass.tools.plan.kernel_times import (
     RECORD_NAME,
     Kernel,
     KernelTimes,
-    MeasuredKernel,
     check,
     fit,
+    measured_kernel,
 )
 from windlass.tools.plan.rank_work import RankWork, StepSize
 from windlass.tools.plan.scaling import Gpu, ScalingModel
@@ -678,15 +678,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Errors of each kind, with the default rates and with fitted ones."""
-    points = [
-        MeasuredKernel(
-            name=f"{row['model']} {row['weight']}, {row['share']}, {row['tokens']} tokens",
-            kernel=Kernel(row["kind"], row["bytes"], row["flops"]),
-            seconds=row["us"] / 1e6,
-        )
-        for row in rows
-        if row["us"]
-    ]
+    points = [measured_kernel(row) for row in rows if row["us"]]
     fitted = fit(points, "this run")
     lines = []
     for kind in KINDS:

@@ -14,7 +14,7 @@ from windlass.tools import resumable
 from windlass.tools.train_draft import states
 from windlass.tools.train_draft.batches import make_batch
 from windlass.tools.train_draft.corpus import Text
-from windlass.tools.train_draft.states import cache_states, memory_need, should_cache
+from windlass.tools.train_draft.states import CachedStates, memory_need, should_cache
 from windlass.tools.train_draft.target import States
 
 ONCE = "hidden states are computed once"
@@ -39,7 +39,7 @@ def test_a_batch_reads_its_texts_from_the_cache() -> None:
     texts = [Text(list(range(10 * i, 10 * i + size)), 2) for i, size in enumerate((9, 4, 7, 5))]
     target: Any = CountingTarget()
     progress: list[tuple[str, int, int]] = []
-    source = cache_states(target, texts, 32, lambda *now: progress.append(now))
+    source = CachedStates(target, texts, 32, lambda *now: progress.append(now))
     assert progress == [("hidden states", 2, 4), ("hidden states", 4, 4)]
     for chosen in (texts, texts[::-1], texts[1:3]):
         batch = make_batch(chosen, source.offsets(chosen), target.device)

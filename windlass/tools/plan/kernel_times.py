@@ -246,7 +246,7 @@ def read_kernel_times(folder: Path | None, gpu: str) -> KernelTimes:
 def measured_kernels(record: Record, path: Path) -> list[MeasuredKernel]:
     """The kernels of a record; one that was not measured has no time."""
     try:
-        return [_measured(row) for row in record.rows if row["us"] is not None]
+        return [measured_kernel(row) for row in record.rows if row["us"] is not None]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: is not a record of benchmarks/scripts/sharded_shapes.py ({error!r}). Remove it, "
@@ -254,7 +254,7 @@ def measured_kernels(record: Record, path: Path) -> list[MeasuredKernel]:
         ) from error
 
 
-def _measured(row: Mapping[str, Any]) -> MeasuredKernel:
+def measured_kernel(row: Mapping[str, Any]) -> MeasuredKernel:
     kind, seconds = row["kind"], float(row["us"]) / 1e6
     if kind not in KINDS or not seconds > 0:
         raise ValueError(f"{kind!r} kernel of {seconds} s")

@@ -63,40 +63,34 @@ def should_cache(needed: int, allowed: int, reused: bool, before: bool | None) -
 class CachedStates:
     """Owns the states of all texts, concatenated."""
 
-    def __init__(self, rows: States, offsets: dict[int, int]) -> None:
-        """`offsets`: the first row of a text, by its id()."""
-        self._rows = rows
-        self._firsts = offsets
+    def __init__(
+        self, target: Target, texts: list[Text], batch_tokens: int, on_progress: OnProgress
+    ) -> None:
+        """Run all texts through the target, similar lengths together."""
+        total = sum(len(text.tokens) for text in texts)
+        one = target.packed_states(texts[:1])
+        aux = one.aux_hidden_states
+        self._rows = rows = States(
+            _empty_like(one.last, total), None if aux is None else _empty_like(aux, total)
+        )
+        self._firsts: dict[int, int] = {}  # row of a text's first token, by its id()
+        at = 0
+        for group in group_texts(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens):
+            found = target.packed_states(group)
+            end = at + len(found.last)
+            rows.last[at:end] = found.last
+            if rows.aux_hidden_states is not None and found.aux_hidden_states is not None:
+                rows.aux_hidden_states[at:end] = found.aux_hidden_states
+            for text in group:
+                self._firsts[id(text)] = at
+                at += len(text.tokens)
+            on_progress("hidden states", len(self._firsts), len(texts))
 
     def offsets(self, texts: Sequence[Text]) -> NDArray[Any]:
         return np.array([self._firsts[id(text)] for text in texts])
 
     def states(self, batch: Batch) -> States:
         return self._rows.at(batch.state_indices)
-
-
-def cache_states(
-    target: Target, texts: list[Text], batch_tokens: int, on_progress: OnProgress
-) -> CachedStates:
-    """Run all texts through the target, similar lengths together."""
-    total = sum(len(text.tokens) for text in texts)
-    one = target.packed_states(texts[:1])
-    aux_hidden_states = (
-        None if one.aux_hidden_states is None else _empty_like(one.aux_hidden_states, total)
-    )
-    rows = States(_empty_like(one.last, total), aux_hidden_states)
-    offsets: dict[int, int] = {}
-    at = 0
-    for group in group_texts(sorted(texts, key=lambda text: len(text.tokens)), batch_tokens):
-        found = target.packed_states(group)
-        rows.last[at : at + len(found.last)] = found.last
-        if rows.aux_hidden_states is not None and found.aux_hidden_states is not None:
-            rows.aux_hidden_states[at : at + len(found.aux_hidden_states)] = found.aux_hidden_states
-        for text in group:
-            offsets[id(text)] = at
-            at += len(text.tokens)
-        on_progress("hidden states", len(offsets), len(texts))
-    return CachedStates(rows, offsets)
 
 
 def _empty_like(rows: Tensor, count: int) -> Tensor:

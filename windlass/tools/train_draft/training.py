@@ -22,7 +22,7 @@ from windlass.tools.train_draft.cuda_graphs import CapturedSteps
 from windlass.tools.train_draft.head import Head, StepMetrics
 from windlass.tools.train_draft.options import TrainOptions
 from windlass.tools.train_draft.output import SavedState, TrainingOutput
-from windlass.tools.train_draft.states import StatesSource, cache_states, memory_need, should_cache
+from windlass.tools.train_draft.states import CachedStates, StatesSource, memory_need, should_cache
 from windlass.tools.train_draft.target import Target
 
 _WARM_UP = 0.05  # share of the training
@@ -108,7 +108,7 @@ class Trainer:
         progress.remembered, line = should_cache(needed, allowed, reused, progress.remembered)
         log(line)
         if progress.remembered:
-            self._source = cache_states(
+            self._source = CachedStates(
                 self._target, self._texts, batch_tokens=self._batch_tokens, on_progress=on_progress
             )
             if self._target.device.type == "cuda":
