@@ -7,9 +7,7 @@ not estimated.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -17,8 +15,9 @@ from typing import Any
 
 import torch
 
-from windlass.folders import cache_dir, check_private, make_private, write_atomically
+from windlass.folders import cache_dir, check_private
 from windlass.kernels.native.compiled import cpu_identity
+from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.tools.common.device import read_bandwidth, synchronise
 
 # Defaults until the steps of a model are measured on this machine: the share of the read bandwidth
@@ -86,25 +85,32 @@ def given_machine(device: torch.device, bandwidth: float) -> Machine:
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     """Measure read bandwidth and GEMM rate, or return a cached measurement of the last week."""
     path = _cache_path(device, dtype)
+    cache = MeasurementCache(path)
     today = datetime.now(UTC).date()
-    limits = _cached_limits(path, today)
+    limits = _read_limits(cache.get("limits"), today)
     if limits is None:
         bandwidth, flops = read_bandwidth(device), _gemm_rate(device, dtype)
-        _save(path, {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()})
-        limits = bandwidth, flops, "measured now"
-    bandwidth, flops, source = limits
+        found = {"bandwidth": bandwidth, "flops": flops, "date": today.isoformat()}
+        cache.put("limits", found)
+        cache.save()  # without a writable cache, every run measures again, in about 1 s
+        source = "measured now"
+    else:
+        bandwidth, flops, day = limits
+        source = f"measured on {day}, cached in {path}"
     return Machine(
         device=device.type,
         bandwidth=bandwidth,
         flops=flops,
         source=source,
-        factor=_cached_factor(path) or default_factor(device.type),
+        factor=_read_factor(cache.get("factor")) or default_factor(device.type),
     )
 
 
 def save_factor(device: torch.device, dtype: torch.dtype, factor: Factor) -> None:
     """Cache the factor for later plans on this machine."""
-    _save(_factor_path(_cache_path(device, dtype)), asdict(factor))
+    cache = MeasurementCache(_cache_path(device, dtype))
+    cache.put("factor", asdict(factor))
+    cache.save()
 
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
@@ -116,43 +122,29 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     return folder / f"{digest}.json"
 
 
-def _factor_path(path: Path) -> Path:
-    return path.with_name(f"{path.stem}-factor.json")
-
-
-def _save(path: Path, values: dict[str, Any]) -> None:
-    """Write a cache file. Without a writable cache, every run measures again (about 1 s)."""
-    with suppress(OSError):
-        make_private(path.parent)
-        write_atomically(path, json.dumps(values))
-
-
-def _cached_factor(path: Path) -> Factor | None:
-    """Read the factor measured on this machine; None if there is none or the file is damaged."""
+def _read_factor(found: Any) -> Factor | None:
+    """Parse a cached factor; None if there is none or it is damaged."""
     try:
-        values = json.loads(_factor_path(path).read_text(encoding="utf-8"))
         factor = Factor(
-            share=float(values["share"]),
-            gemm_share=float(values["gemm_share"]),
-            layer_seconds=float(values["layer_seconds"]),
-            source=str(values["source"]),
+            share=float(found["share"]),
+            gemm_share=float(found["gemm_share"]),
+            layer_seconds=float(found["layer_seconds"]),
+            source=str(found["source"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return factor if min(factor.share, factor.gemm_share) > 0 else None
 
 
-def _cached_limits(path: Path, today: date) -> tuple[float, float, str] | None:
-    """Read bandwidth, GEMM rate and source; None if the file is missing, old or damaged."""
+def _read_limits(found: Any, today: date) -> tuple[float, float, date] | None:
+    """Parse cached bandwidth, GEMM rate and date; None if they are missing, old or damaged."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        day = date.fromisoformat(values["date"])
-        bandwidth, flops = float(values["bandwidth"]), float(values["flops"])
-    except (OSError, ValueError, KeyError, TypeError):
+        day = date.fromisoformat(found["date"])
+        bandwidth, flops = float(found["bandwidth"]), float(found["flops"])
+    except (ValueError, KeyError, TypeError):
         return None
-    if not 0 <= (today - day).days < _MAX_AGE_DAYS or min(bandwidth, flops) <= 0:
-        return None
-    return bandwidth, flops, f"measured on {day}, cached in {path}"
+    is_fresh = 0 <= (today - day).days < _MAX_AGE_DAYS
+    return (bandwidth, flops, day) if is_fresh and min(bandwidth, flops) > 0 else None
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
