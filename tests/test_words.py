@@ -34,7 +34,7 @@ ALLOWED = {
     "tests/test_words.py": "lists the words",
     "tests/models/tokenizer_strings.py": "text to tokenize",
     "windlass/speculative/exits.py": "prompts to measure exits with",
-    "windlass/tools/bench/speculation.py": "texts to repeat",
+    "windlass/tools/eval/short_texts.py": "prose to measure with",
 }
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")

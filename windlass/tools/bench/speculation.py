@@ -22,7 +22,7 @@ from windlass.errors import EngineError
 from windlass.llm import LLM
 from windlass.outputs import RequestOutput
 from windlass.tools.common.record import Record
-from windlass.tools.eval.data import TEXTS
+from windlass.tools.eval.short_texts import QUESTIONS, TEXTS
 
 Messages = list[dict[str, Any]]
 
@@ -41,16 +41,6 @@ _OUTPUT_TOKENS = 96
 _MIN_CONCURRENT_S = 30.0  # of concurrent requests on a GPU: single runs are short and vary
 _MIN_RUNS_FOR_ERROR = 5
 _CONCURRENCY = 32
-_QUESTIONS = (
-    "Why is the sky blue?",
-    "Tell me a story about a lighthouse.",
-    "How do I learn to swim as an adult?",
-    "What is the difference between weather and climate?",
-    "Describe a day in a busy kitchen.",
-    "Give me advice for a first job interview.",
-    "How does a bicycle stay upright?",
-    "Write a letter to a friend who moved away.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +117,7 @@ def speculation(
 def _workloads(concurrency: int, free: list[Messages] | None, on_cpu: bool) -> list[_Workload]:
     min_seconds = 0.0 if on_cpu else _MIN_CONCURRENT_S
     editing = [_messages(f"Repeat the following text exactly: {text}") for text in TEXTS]
-    free = free or [_messages(question) for question in _QUESTIONS]
+    free = free or [_messages(question) for question in QUESTIONS]
     return [
         _Workload("editing, one at a time", editing, 1),
         _Workload("free answers, one at a time", free, 1),
