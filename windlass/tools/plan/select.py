@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from windlass.config import CacheConfig, EngineConfig
+from windlass.config import EngineConfig
 from windlass.core.kv_layout import KVLayout
 from windlass.errors import ConfigError
 from windlass.kernels.ops import choose_ops
 from windlass.models.card import load_hparams, open_checkpoint
-from windlass.models.hparams import HParams
 from windlass.models.network import block_size_of, kernel_need
 from windlass.models.source import resolve
 from windlass.runner.device import (
@@ -30,9 +29,8 @@ from windlass.runner.device import (
     gib,
 )
 from windlass.runner.kv_copies import reserved_bytes
-from windlass.tools.plan.formats import FORMATS, FormatSize, FormatSizes, Target, size_formats
+from windlass.tools.plan.formats import FORMATS, FormatSize, Target, size_formats
 from windlass.tools.plan.quality import (
-    MeasuredQuality,
     Retention,
     find,
     read_records,
@@ -101,19 +99,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Query:
-    """The checked arguments of `select_quantization`."""
-
-    memory: int
-    memory_source: str
-    context: int
-    concurrency: int
-    min_quality: float
-    kv_dtypes: tuple[str, ...]
-    step_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class _MemoryNeed:
     """Memory of one candidate, as a function of context and number of requests."""
 
@@ -172,59 +157,39 @@ def select_quantization(
         raise ConfigError(f"--concurrency must be at least 1, got {concurrency}.")
     if bandwidth is not None and bandwidth <= 0:
         raise ConfigError(f"--bandwidth must be above 0, got {bandwidth:g}. Example: 4800GB/s.")
+    if memory is not None and memory < 1:
+        raise ConfigError(f"--memory must be above 0, got {memory}. Example: 8GiB.")
+    if min_quality is not None and not 0 <= min_quality <= 1:
+        raise ConfigError(f"--min-quality must be from 0 to 1, got {min_quality:g}. Example: 0.95.")
     config = EngineConfig.of(model=model, max_num_seqs=concurrency, **options)
-    target = _target(config, memory, bandwidth)
-    measured = read_records(records) if records is not None else []
-    files = resolve(config.model)
-    hparams = load_hparams(files, config.model)
-    query = _query(
+    selection = _Selection(
         config,
-        hparams,
-        target,
         memory=memory,
         context=context,
         concurrency=concurrency,
-        min_quality=min_quality or 0.0,
         kv_dtype=kv_cache_dtype,
+        bandwidth=bandwidth,
+        formats=formats,
+        records=records,
     )
-    checkpoint = open_checkpoint(files, config.model)
-    sizes = size_formats(config.model, hparams, checkpoint=checkpoint, target=target, names=formats)
-    choose_threads(config.model)
-    if bandwidth is not None:
-        machine = given_machine(target.device, bandwidth)
-    else:
-        # 16-bit GEMMs on a CPU are not estimated, so float32 is enough there.
-        on_cpu = target.device.type == "cpu"
-        machine = measure_machine(target.device, torch.float32 if on_cpu else torch.bfloat16)
-    evaluator = _Evaluator(
-        model=files.name,
-        hparams=hparams,
-        query=query,
-        sizes=sizes,
-        target=target,
-        machine=machine,
-        records=measured,
-        block_size=block_size_of(config.cache.block_size, hparams),
-        cache=config.cache,
-    )
-    candidates, refused = evaluator.candidates()
+    candidates, refused = selection.candidates()
     limit = nearly_best_quality(candidates) if min_quality is None else min_quality
     best = _best(candidates, limit)
     return Plan(
-        model=files.name,
-        stored=sizes.stored,
-        memory_bytes=query.memory,
-        memory_source=query.memory_source,
-        context=query.context,
+        model=selection.model,
+        stored=selection.sizes.stored,
+        memory_bytes=selection.memory,
+        memory_source=selection.memory_source,
+        context=selection.context,
         concurrency=concurrency,
         min_quality=limit,
-        step_tokens=query.step_tokens,
-        machine=machine,
+        step_tokens=selection.step_tokens,
+        machine=selection.machine,
         candidates=candidates,
-        refused=sizes.refused | refused,
+        refused=selection.sizes.refused | refused,
         best=best,
         faster=_best(candidates, 0.0) if min_quality is None else None,
-        shortfall="" if best else _shortfall(candidates, query),
+        shortfall="" if best else selection.shortfall(candidates, min_quality or 0.0),
     )
 
 
@@ -239,65 +204,65 @@ def _target(config: EngineConfig, memory: int | None, bandwidth: float | None) -
     return Target(choose_device(config.model).device, present=True)
 
 
-def _query(
-    config: EngineConfig,
-    hparams: HParams,
-    target: Target,
-    *,
-    memory: int | None,
-    context: int | None,
-    concurrency: int,
-    min_quality: float,
-    kv_dtype: str | None,
-) -> _Query:
-    if memory is not None and memory < 1:
-        raise ConfigError(f"--memory must be above 0, got {memory}. Example: 8GiB.")
-    if not 0 <= min_quality <= 1:
-        raise ConfigError(f"--min-quality must be from 0 to 1, got {min_quality:g}. Example: 0.95.")
-    if context is not None and not 1 <= context <= hparams.max_positions:
-        raise ConfigError(
-            f"--context must be from 1 to the model's {hparams.max_positions} positions, got {context}."
+class _Selection:
+    """One call of `select_quantization`: computes memory, speed and quality of each candidate."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        memory: int | None,
+        context: int | None,
+        concurrency: int,
+        kv_dtype: str | None,
+        bandwidth: float | None,
+        formats: Sequence[str],
+        records: Path | None,
+    ) -> None:
+        self._target = target = _target(config, memory, bandwidth)
+        self._records = read_records(records) if records is not None else []
+        files = resolve(config.model)
+        self.model = files.name
+        self._hparams = hparams = load_hparams(files, config.model)
+        longest = hparams.max_positions
+        if context is not None and not 1 <= context <= longest:
+            raise ConfigError(
+                f"--context must be from 1 to the model's {longest} positions, got {context}."
+            )
+        on_gpu = target.device.type == "cuda"
+        device: Literal["cpu", "cuda"] = "cuda" if on_gpu else "cpu"
+        known = _KV_DTYPES[device]
+        if kv_dtype is not None and kv_dtype not in known:
+            raise ConfigError(
+                f"--kv-cache-dtype must be one of {', '.join(sorted(known))}; got {kv_dtype!r}."
+            )
+        self._kv_dtypes = known if kv_dtype is None else (kv_dtype,)
+        self.memory = free_bytes(target.device) if memory is None else memory
+        self.memory_source = "as given"
+        if memory is None:
+            self.memory_source = "free now on the GPU" if on_gpu else "free now"
+        self.context = min(_DEFAULT_CONTEXT, longest) if context is None else context
+        self._concurrency = concurrency
+        self.step_tokens = config.limits(device).max_num_batched_tokens
+        self._cache = config.cache
+        self._block_size = block_size_of(config.cache.block_size, hparams)
+        checkpoint = open_checkpoint(files, config.model)
+        self.sizes = size_formats(
+            config.model, hparams, checkpoint=checkpoint, target=target, names=formats
         )
-    device: Literal["cpu", "cuda"] = "cuda" if target.device.type == "cuda" else "cpu"
-    kv_dtypes = _KV_DTYPES[device]
-    if kv_dtype is not None and kv_dtype not in kv_dtypes:
-        raise ConfigError(
-            f"--kv-cache-dtype must be one of {', '.join(sorted(kv_dtypes))}; got {kv_dtype!r}."
-        )
-    source = "as given"
-    if memory is None:
-        memory = free_bytes(target.device)
-        source = "free now" if device == "cpu" else "free now on the GPU"
-    return _Query(
-        memory=memory,
-        memory_source=source,
-        context=context if context is not None else min(_DEFAULT_CONTEXT, hparams.max_positions),
-        concurrency=concurrency,
-        min_quality=min_quality,
-        kv_dtypes=kv_dtypes if kv_dtype is None else (kv_dtype,),
-        step_tokens=config.limits(device).max_num_batched_tokens,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluator:
-    """Computes memory, speed and quality of each candidate."""
-
-    model: str
-    hparams: HParams
-    query: _Query
-    sizes: FormatSizes
-    target: Target
-    machine: Machine
-    records: list[MeasuredQuality]
-    block_size: int
-    cache: CacheConfig
+        choose_threads(config.model)
+        if bandwidth is not None:
+            self.machine = given_machine(target.device, bandwidth)
+        else:
+            # 16-bit GEMMs on a CPU are not estimated, so float32 is enough there.
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            self.machine = measure_machine(target.device, dtype)
 
     def candidates(self) -> tuple[list[Candidate], dict[str, str]]:
         """Return every format with every KV type, and the KV types that the device refuses."""
         found, refused = [], {}
         for weights in self.sizes.formats:
-            for kv_dtype in self.query.kv_dtypes:
+            for kv_dtype in self._kv_dtypes:
                 try:
                     found.append(self._candidate(weights, kv_dtype))
                 except ConfigError as error:
@@ -305,13 +270,13 @@ class _Evaluator:
         return found, refused
 
     def _candidate(self, weights: FormatSize, kv_dtype: str) -> Candidate:
-        query, longest = self.query, self.hparams.max_positions
+        longest = self._hparams.max_positions
         need = self._need(weights, kv_dtype)
-        total = need.total_bytes(query.context, query.concurrency)
+        total = need.total_bytes(self.context, self._concurrency)
         kv_options = {} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}
         shorter = (length for length in _GRID_CONTEXTS if length < longest)
-        contexts = sorted({*shorter, query.context, longest})
-        counts = sorted({*_GRID_CONCURRENCIES, query.concurrency})
+        contexts = sorted({*shorter, self.context, longest})
+        counts = sorted({*_GRID_CONCURRENCIES, self._concurrency})
         tok_s = partial(self._tok_s, weights, need.layout)
         return Candidate(
             format=weights.name,
@@ -320,31 +285,31 @@ class _Evaluator:
             weight_bytes=weights.weight_bytes,
             kv_bytes_per_token=need.layout.token_bytes,
             state_bytes_per_sequence=need.layout.state_bytes,
-            step_bytes=need.step_bytes + query.concurrency * need.row_bytes,
+            step_bytes=need.step_bytes + self._concurrency * need.row_bytes,
             offload_bytes=need.offload_bytes,
             total_bytes=total,
-            missing_bytes=max(0, total - query.memory),
-            most_requests={length: need.max_requests(length, query.memory) for length in contexts},
+            missing_bytes=max(0, total - self.memory),
+            most_requests={length: need.max_requests(length, self.memory) for length in contexts},
             grid={length: {count: tok_s(count, length) for count in counts} for length in contexts},
-            tok_s_one=tok_s(1, query.context),
-            tok_s_all=tok_s(query.concurrency, query.context),
+            tok_s_one=tok_s(1, self.context),
+            tok_s_all=tok_s(self._concurrency, self.context),
             quality=self._quality(weights, kv_dtype),
             options={
                 **weights.options,
                 **kv_options,
-                "max_model_len": query.context,
-                "max_num_seqs": query.concurrency,
-                "kv_cache_memory_bytes": need.kv_bytes(query.context, query.concurrency),
+                "max_model_len": self.context,
+                "max_num_seqs": self._concurrency,
+                "kv_cache_memory_bytes": need.kv_bytes(self.context, self._concurrency),
             },
         )
 
     def _need(self, weights: FormatSize, kv_dtype: str) -> _MemoryNeed:
-        hparams, itemsize, device = self.hparams, weights.dtype.itemsize, self.target.device
-        on_gpu = self.target.present and device.type == "cuda"  # its kernels can be queried
+        hparams, itemsize, device = self._hparams, weights.dtype.itemsize, self._target.device
+        on_gpu = self._target.present and device.type == "cuda"  # its kernels can be queried
         kv_format = choose_kv_format(
             kv_dtype,
             hparams,
-            block_size=self.block_size,
+            block_size=self._block_size,
             dtype=weights.dtype,
             device=device,
             triton=on_gpu,
@@ -355,17 +320,17 @@ class _Evaluator:
         return _MemoryNeed(
             weight_bytes=weights.weight_bytes,
             layout=kv_format.layout,
-            step_bytes=self.query.step_tokens * step_width * itemsize,
-            step_tokens=self.query.step_tokens,
+            step_bytes=self.step_tokens * step_width * itemsize,
+            step_tokens=self.step_tokens,
             # Logits in the compute dtype, and in float32 for the sampler.
             row_bytes=hparams.vocab_size * (itemsize + 4),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
-            offload_bytes=reserved_bytes(self.cache, kv_format.layout.block_bytes, device),
+            offload_bytes=reserved_bytes(self._cache, kv_format.layout.block_bytes, device),
         )
 
     def _has_native_kernels(self, weights: FormatSize) -> bool:
         """Whether a CPU's native kernels compute, and not the float32 reference."""
-        hparams, device = self.hparams, self.target.device
+        hparams, device = self._hparams, self._target.device
         if device.type != "cpu" or weights.options.get("dtype") == "float32":
             return False
         return choose_ops(kernel_need(hparams, device=device, dtype=weights.dtype)).is_native
@@ -376,13 +341,13 @@ class _Evaluator:
         """Estimate decode speed with full contexts. 16-bit GEMMs vary too much between CPUs."""
         if self.machine.device == "cpu" and weights.dtype.itemsize == 2:
             return None
-        moe = self.hparams.moe
+        moe = self._hparams.moe
         experts = 0 if moe is None else weights.expert_bytes * moe.routing.share_read(rows)
         kv_bytes = rows * layout.bytes_read(context)
         seconds = self.machine.step_seconds(
             weights.read_bytes + experts + kv_bytes,
             rows * weights.num_weights,
-            self.hparams.num_layers,
+            self._hparams.num_layers,
         )
         return round(rows / seconds, 1)
 
@@ -391,7 +356,7 @@ class _Evaluator:
         quantization = weights.options.get("quantization")
         head = bool(weights.options.get("quantize_head"))
         is_quantised_file = self.sizes.quality.basis != "reference"
-        look_up = partial(find, self.records, self.model, quantization, head)
+        look_up = partial(find, self._records, self.model, quantization, head)
         together = look_up(kv_dtype, is_quantised_file) if kv_dtype != "auto" else None
         if together is not None:
             return together
@@ -400,9 +365,36 @@ class _Evaluator:
             usual = retention if quantization is None else typical(quantization, head)
             retention = look_up("auto", is_quantised_file) or usual
         alone = (
-            find(self.records, self.model, None, False, kv_dtype) if kv_dtype != "auto" else None
+            find(self._records, self.model, None, False, kv_dtype) if kv_dtype != "auto" else None
         )
         return retention.times(alone or typical_kv(kv_dtype))
+
+    def shortfall(self, candidates: list[Candidate], min_quality: float) -> str:
+        """Name the nearest candidate, and what it lacks."""
+        good = [item for item in candidates if item.quality.meets(min_quality)]
+        if not good:
+            known = [item for item in candidates if item.quality.value is not None]
+            if not known:
+                return "the quality of these formats is unknown; measure it with windlass eval."
+            nearest = max(known, key=lambda item: (item.quality.value or 0.0, -item.total_bytes))
+            value = nearest.quality.value or 0.0
+            return (
+                f"no format is expected to reach a quality of {min_quality:g}: the nearest is "
+                f"{nearest.name}, with {value:.3f} ({nearest.quality.basis}), "
+                f"{min_quality - value:.3f} too little."
+            )
+        nearest = min(good, key=lambda item: item.total_bytes)
+        max_requests = nearest.most_requests[self.context]
+        instead = (
+            f"it would fit with --concurrency {max_requests}"
+            if max_requests
+            else f"not even one request of {self.context:,} tokens fits"
+        )
+        return (
+            f"nothing fits into {gib(self.memory)}: the nearest is {nearest.name}, which needs "
+            f"{gib(nearest.total_bytes)} for {self._concurrency} requests of {self.context:,} tokens, "
+            f"{gib(nearest.missing_bytes)} too much; {instead}."
+        )
 
 
 def nearly_best_quality(candidates: list[Candidate]) -> float:
@@ -427,31 +419,3 @@ def _fastest(
     speeds = [getattr(item, figure) or 0.0 for item in candidates]
     slowest = _SAME_SPEED * max(speeds)
     return [item for item, each in zip(candidates, speeds, strict=True) if each >= slowest]
-
-
-def _shortfall(candidates: list[Candidate], query: _Query) -> str:
-    """Name the nearest candidate, and what it lacks."""
-    good = [item for item in candidates if item.quality.meets(query.min_quality)]
-    if not good:
-        known = [item for item in candidates if item.quality.value is not None]
-        if not known:
-            return "the quality of these formats is unknown; measure it with windlass eval."
-        nearest = max(known, key=lambda item: (item.quality.value or 0.0, -item.total_bytes))
-        value = nearest.quality.value or 0.0
-        return (
-            f"no format is expected to reach a quality of {query.min_quality:g}: the nearest is "
-            f"{nearest.name}, with {value:.3f} ({nearest.quality.basis}), "
-            f"{query.min_quality - value:.3f} too little."
-        )
-    nearest = min(good, key=lambda item: item.total_bytes)
-    max_requests = nearest.most_requests[query.context]
-    instead = (
-        f"it would fit with --concurrency {max_requests}"
-        if max_requests
-        else f"not even one request of {query.context:,} tokens fits"
-    )
-    return (
-        f"nothing fits into {gib(query.memory)}: the nearest is {nearest.name}, which needs "
-        f"{gib(nearest.total_bytes)} for {query.concurrency} requests of {query.context:,} tokens, "
-        f"{gib(nearest.missing_bytes)} too much; {instead}."
-    )
