@@ -85,55 +85,6 @@ class FormatSize:
         return replace(self, forms=Counter(forms), **sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class FormatSizes:
-    """Sizes of all formats that the model can have, and the reason for each format it cannot have."""
-
-    formats: list[FormatSize]
-    refused: dict[str, str]
-    stored: str  # "bfloat16", "awq", "Q4_1, Q8_0"
-    quality: Retention  # of the weights as stored
-
-
-def size_formats(
-    config: ModelConfig,
-    hparams: HParams,
-    checkpoint: Checkpoint,
-    target: Target,
-    names: Sequence[str] = FORMATS,
-) -> FormatSizes:
-    """Compute the sizes of the named formats without reading a weight."""
-    unknown = [name for name in names if name not in FORMATS]
-    if unknown or not names:
-        raise ConfigError(
-            f"--formats: {', '.join(map(repr, unknown)) or 'nothing'} is not a format. "
-            f"Known: {', '.join(FORMATS)}."
-        )
-    sizer = _Sizer(config=config, hparams=hparams, checkpoint=checkpoint, target=target)
-    stored, choice = sizer.stored()
-    refused: dict[str, str] = {}
-    formats = [stored] if STORED in names else []
-    quantised = sizer.quantised
-    same = HALF if stored.dtype.itemsize == 2 and not quantised else None
-    for name in names:
-        if name == STORED:
-            continue
-        if name == same:
-            refused[name] = f"the same as {STORED!r}"
-            continue
-        if quantised:
-            refused[name] = (
-                f"the weights are quantised already ({choice}), and the original weights are missing"
-            )
-            continue
-        try:
-            formats.append(sizer.online(name))
-        except (ConfigError, UnsupportedError) as error:
-            refused[name] = str(error)
-    quality = sizer.typical_quality() if quantised else REFERENCE
-    return FormatSizes(formats=formats, refused=refused, stored=choice, quality=quality)
-
-
 def _options(name: str) -> dict[str, Any]:
     if name == HALF:
         return {"dtype": "bfloat16"}
@@ -181,25 +132,50 @@ def _linears(config: ModelConfig, target: Target, dtype: torch.dtype) -> Linears
     )
 
 
-class _Sizer:
-    """Computes the sizes of one model's formats."""
+class FormatSizes:
+    """Sizes of the named formats, computed without reading a weight. `refused`: names, and why."""
 
     def __init__(
-        self, config: ModelConfig, hparams: HParams, checkpoint: Checkpoint, target: Target
+        self,
+        config: ModelConfig,
+        hparams: HParams,
+        checkpoint: Checkpoint,
+        target: Target,
+        names: Sequence[str] = FORMATS,
     ) -> None:
+        unknown = [name for name in names if name not in FORMATS]
+        if unknown or not names:
+            raise ConfigError(
+                f"--formats: {', '.join(map(repr, unknown)) or 'nothing'} is not a format. "
+                f"Known: {', '.join(FORMATS)}."
+            )
         self._config = replace(config, quantization=None, quantize_head=False)
         self._hparams = hparams
         self._checkpoint = checkpoint
         self._target = target
-        self.quantised = False  # set by stored()
+        # Layers as stored may differ, so all are counted.
+        network, made = self._network(hparams, {})
+        stored = self._size(STORED, {}, network, made.linears)
+        self.stored = made.choice  # "bfloat16", "awq", "Q4_1, Q8_0"
+        quantised = any(_is_quantised(layer) for layer in _linear_layers(network))
+        self.quality = self._typical_quality() if quantised else REFERENCE  # as stored
+        self.formats = [stored] if STORED in names else []
+        self.refused: dict[str, str] = {}
+        same = HALF if stored.dtype.itemsize == 2 and not quantised else None
+        for name in names:
+            if name == same:
+                self.refused[name] = f"the same as {STORED!r}"
+            elif name != STORED and quantised:
+                self.refused[name] = (
+                    f"the weights are quantised already ({self.stored}), and the original weights are missing"
+                )
+            elif name != STORED:
+                try:
+                    self.formats.append(self._online(name))
+                except (ConfigError, UnsupportedError) as error:
+                    self.refused[name] = str(error)
 
-    def stored(self) -> tuple[FormatSize, str]:
-        """Return the size as stored, and the stored format. Layers may differ, so all are counted."""
-        network, made = self._network(self._hparams, {})
-        self.quantised = any(_is_quantised(layer) for layer in _linear_layers(network))
-        return self._size(STORED, {}, network, made.linears), made.choice
-
-    def online(self, name: str) -> FormatSize:
+    def _online(self, name: str) -> FormatSize:
         """Return the size when quantised while loading. Of equal layers two are enough to count."""
         hparams, options = self._hparams, _options(name)
         differ = hparams.mixes_heads or hparams.num_kv_shared_layers
@@ -222,7 +198,7 @@ class _Sizer:
         outline(network)
         return network, made
 
-    def typical_quality(self) -> Retention:
+    def _typical_quality(self) -> Retention:
         """Return the published retention of the stored format."""
         linears = _linears(self._config, self._target, torch.float32)
         found = detect(self._hparams.quantization, self._hparams.source, linears)

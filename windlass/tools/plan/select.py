@@ -29,7 +29,7 @@ from windlass.runner.device import (
     gib,
 )
 from windlass.runner.kv_copies import reserved_bytes
-from windlass.tools.plan.formats import FORMATS, FormatSize, Target, size_formats
+from windlass.tools.plan.formats import FORMATS, FormatSize, FormatSizes, Target
 from windlass.tools.plan.quality import (
     Retention,
     find,
@@ -247,7 +247,7 @@ class _Selection:
         self._cache = config.cache
         self._block_size = block_size_of(config.cache.block_size, hparams)
         checkpoint = open_checkpoint(files, config.model)
-        self.sizes = size_formats(
+        self.sizes = FormatSizes(
             config.model, hparams, checkpoint=checkpoint, target=target, names=formats
         )
         choose_threads(config.model)
