@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.bench_points import numbers_of, points_of, search_share
+from windlass.cli.bench_loads import loads_of, numbers_of, search_share
 from windlass.cli.command import PanelCommand, reported
 from windlass.cli.flags import option, split_names, switch
 from windlass.cli.options import parse_share
@@ -257,11 +257,9 @@ def serve(
 
 def _config(given: dict[str, Any]) -> ServeBenchConfig:
     from windlass.tools.common.summary import METRICS, parse_goodput
-    from windlass.tools.common.text_workload import Sizes
     from windlass.tools.load.client import RequestOptions
-    from windlass.tools.load.run import ServeBenchConfig, ServeLoad
+    from windlass.tools.load.run import ServeBenchConfig
 
-    names = ("num_prompts", "input_len", "output_len", "prefix_len", "turns", "range_ratio")
     base_url = given["base_url"] or f"http://{given['host']}:{given['port']}"
     metrics = split_names(given["percentile_metrics"])
     unknown = [name for name in metrics if name not in METRICS]
@@ -289,19 +287,10 @@ def _config(given: dict[str, Any]) -> ServeBenchConfig:
         timeout_s=given["request_timeout"],
         max_retries=given["max_retries"],
     )
-    load = ServeLoad(
-        name=given["dataset_name"],
-        sizes=Sizes(**{name: given[name] for name in names}),
-        path=given["dataset_path"],
-        skip_bad_lines=given["skip_bad_lines"],
-        tokens_per_word=given["tokens_per_word"],
-        adapters=tuple(split_names(",".join(given["lora_modules"] or []))),
-    )
     return ServeBenchConfig(
         base_url=base_url,
         options=options,
-        load=load,
-        points=points_of(given),
+        loads=loads_of(given),
         label=given["label"] or "",
         headers=_headers(given),
         num_warmups=given["num_warmups"],
@@ -309,7 +298,8 @@ def _config(given: dict[str, Any]) -> ServeBenchConfig:
         goodput=parse_goodput(given["goodput"] or []),
         percentiles=numbers_of("--metric-percentiles", given["metric_percentiles"], max_value=100),
         metrics=metrics,
-        seed=given["seed"],
+        tokens_per_word=given["tokens_per_word"],
+        adapters=tuple(split_names(",".join(given["lora_modules"] or []))),
         is_detailed=given["save_detailed"],
         search_share=search_share(given),
         probe_rate=given["probe_request_rate"],

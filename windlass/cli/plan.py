@@ -60,6 +60,7 @@ _PLANNED = (
 # --kv-cache-dtype is a flag of this command: without it, the plan compares all types.
 PLAN_OPTIONS = [option for option in ENGINE_OPTIONS if option.name != "kv_cache_dtype"]
 _SECRETS = ("hf_token",)
+_WHOLE_TRACE = 1_000_000  # requests that are read from a trace when no number is given
 
 
 def parse_bandwidth(text: str) -> float:
@@ -378,6 +379,7 @@ def make_loads(given: Mapping[str, Any]) -> list[Load]:
     """Return the loads that the flags of `plan` or `tune` describe."""
     from windlass.tools.common.arrivals import Arrivals
     from windlass.tools.common.load import Load
+    from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes
 
     trace: Path | None = given["trace"]
     if trace is not None and given["workload"] is not None:
@@ -386,13 +388,26 @@ def make_loads(given: Mapping[str, Any]) -> list[Load]:
         raise ConfigError("--request-rate has no effect with --trace, which has its own times.")
     rate = math.inf if given["request_rate"] is None else given["request_rate"]
     arrivals = Arrivals("trace") if trace is not None else Arrivals(rate=rate)
-    names = ["trace"] if trace is not None else split_names(given["workload"] or "chat")
-    sizes = {name: given[name] for name in ("num_prompts", "input_len", "output_len")}
+    names = ["timed_trace"] if trace is not None else split_names(given["workload"] or "chat")
+    if trace is not None and given["input_len"] is not None:
+        raise ConfigError("--input-len has no effect with --trace, which sets the lengths.")
+    if trace is None and given["skip_bad_lines"]:
+        raise ConfigError("--skip-bad-lines has no effect without --trace.")
+    for name in names if trace is None else ():
+        if name not in TEXT_WORKLOADS:
+            raise ConfigError(
+                f"--workload {name!r} is not known. Known: {', '.join(TEXT_WORKLOADS)}; or a file of "
+                "requests with --trace."
+            )
+    count = given["num_prompts"]
+    if count is None:
+        count = _WHOLE_TRACE if trace is not None else Sizes().num_prompts
+    sizes = Sizes(count, given["input_len"], given["output_len"])
     return [
         Load(
             name,
             trace,
-            **sizes,
+            sizes=sizes,
             arrivals=arrivals,
             max_concurrency=given["max_concurrency"],
             skip_bad_lines=given["skip_bad_lines"],

@@ -141,6 +141,8 @@ def test_invalid_options_are_rejected_before_anything_is_sent(
         assert "--base-url 'nowhere'" in rejected(url="nowhere")
         assert "--dataset-name 'poems' is not known" in rejected("--dataset-name", "poems")
         assert "needs --dataset-path" in rejected("--dataset-name", "custom")
+        rag = ("--dataset-name", "rag", "--turns", "2")
+        assert "--turns has no effect with --dataset-name rag" in rejected(*rag)
         assert "--request-rate 'fast'" in rejected("--request-rate", "fast")
         assert "both be a sweep" in rejected("--request-rate", "1,2", "--max-concurrency", "1,2")
         assert "auto needs targets" in rejected("--request-rate", "auto")

@@ -14,7 +14,6 @@ from windlass.tools.common.request_files import RequestFile, read_request_file
 from windlass.tools.common.requests import TextRequest, fingerprint
 from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer, measure_scale, samples, scale_of
-from windlass.tools.load.run import ServeLoad
 
 
 def words(text: str) -> int:
@@ -112,9 +111,7 @@ def test_generated_code_compiles() -> None:
     assert request.max_tokens == 120
 
 
-def test_unused_sizes_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="--turns has no effect with --dataset-name rag"):
-        ServeLoad("rag", Sizes(turns=2))
+def test_invalid_sizes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="--num-prompts must be at least 1"):
         Sizes(0)
     with pytest.raises(ConfigError, match="--range-ratio"):

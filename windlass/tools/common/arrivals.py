@@ -83,6 +83,15 @@ class Arrivals:
             if is_set and not is_used:
                 raise ConfigError(f"{flag} has an effect only with --arrivals {needed}.")
 
+    @property
+    def title(self) -> str:
+        """4 req/s, 1 to 8 req/s, all at once, trace"""
+        if self.ramp is not None:
+            return f"{self.ramp.start:g} to {self.ramp.end:g} req/s"
+        if math.isfinite(self.rate):
+            return f"{self.rate:g} req/s"
+        return "trace" if self.pattern == "trace" else "all at once"
+
     def times(self, count: int, random: Random) -> list[float]:
         """Arrival times in seconds, starting at 0. Not for `trace`, whose requests have times."""
         if self.ramp is None and not math.isfinite(self.rate):

@@ -14,10 +14,8 @@ from windlass.tools.common.arrivals import Arrivals
 from windlass.tools.common.jsonl import raise_problems
 from windlass.tools.common.request_files import read_request_file
 from windlass.tools.common.requests import Request, TextRequest
-from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
+from windlass.tools.common.text_workload import Sizes, make_requests
 from windlass.tools.common.texts import Writer, measure_scale
-
-_ALL = 1_000_000  # requests read from a trace when no number is given
 
 Log = Callable[[str], None]
 
@@ -48,82 +46,53 @@ def tokenize(
     return tokenized
 
 
-def text_requests(
-    name: str,
-    path: Path | None,
-    sizes: Sizes,
-    writer: Writer,
-    *,
-    seed: int,
-    draw: int = 0,
-    skip_bad_lines: bool = False,
-    log: Log = lambda _: None,
-) -> list[TextRequest]:
-    """The requests of a named workload, or of a file if there is a path.
-
-    Another `draw` of a workload gives other texts. Invalid lines of a file raise, or are skipped and
-    logged.
-    """
-    if path is None:
-        return make_requests(name, sizes, writer=writer, seed=f"{seed} {draw}")
-    read = read_request_file(name, path, sizes=sizes, writer=writer, seed=str(seed))
-    if not skip_bad_lines:
-        raise_problems(path, read.problems)
-    for problem in read.problems:
-        log(f"{path}: skipped: {problem}")
-    if not read.requests:
-        raise ConfigError(f"{path} has no valid line.")
-    return read.requests
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of `plan` and `tune`: a named workload or a trace."""
+    """Requests of a named workload or of a file, and their arrivals."""
 
-    name: str = "chat"
-    trace: Path | None = None
-    num_prompts: int | None = None  # None: all of a trace, else 64
-    input_len: int | None = None
-    output_len: int | None = None
+    name: str = "chat"  # one of TEXT_WORKLOADS; of a file, one of FILE_FORMATS
+    path: Path | None = None
+    sizes: Sizes = field(default_factory=Sizes)
     arrivals: Arrivals = field(default_factory=Arrivals)
     max_concurrency: int | None = None
     skip_bad_lines: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.trace is None and self.name not in TEXT_WORKLOADS:
-            raise ConfigError(
-                f"--workload {self.name!r} is not known. Known: {', '.join(TEXT_WORKLOADS)}; or a file of "
-                "requests with --trace."
-            )
-        if self.trace is not None and self.input_len is not None:
-            raise ConfigError("--input-len has no effect with --trace, which sets the lengths.")
-        if self.trace is None and self.skip_bad_lines:
-            raise ConfigError("--skip-bad-lines has no effect without --trace.")
-        at_least(self, 1, "num_prompts", "input_len", "output_len", "max_concurrency")
-
-    @property
-    def sizes(self) -> Sizes:
-        count = self.num_prompts or (_ALL if self.trace is not None else Sizes().num_prompts)
-        return Sizes(count, self.input_len, self.output_len)
+        at_least(self, 1, "max_concurrency")
 
     @property
     def title(self) -> str:
-        return self.name if self.trace is None else self.trace.name
+        return self.name if self.path is None else self.path.name
+
+    @property
+    def arrivals_title(self) -> str:
+        """4 req/s, max concurrency 8"""
+        limit = self.max_concurrency
+        return self.arrivals.title + ("" if limit is None else f", max concurrency {limit}")
+
+    def texts(self, writer: Writer, draw: int = 0, log: Log = lambda _: None) -> list[TextRequest]:
+        """The requests as text, without arrival times. Another `draw` of a workload gives other texts.
+
+        Invalid lines of a file raise, or are skipped and logged.
+        """
+        if self.path is None:
+            return make_requests(self.name, self.sizes, writer=writer, seed=f"{self.seed} {draw}")
+        read = read_request_file(
+            self.name, self.path, sizes=self.sizes, writer=writer, seed=str(self.seed)
+        )
+        if not self.skip_bad_lines:
+            raise_problems(self.path, read.problems)
+        for problem in read.problems:
+            log(f"{self.path}: skipped: {problem}")
+        if not read.requests:
+            raise ConfigError(f"{self.path} has no valid line.")
+        return read.requests
 
     def requests(self, card: ModelCard, log: Log = lambda _: None, draw: int = 0) -> list[Request]:
-        """The requests in token ids. Another `draw` gives other texts, unless they are a trace's."""
+        """The requests in token ids, with arrival times that do not depend on the draw."""
         try:
-            texts = text_requests(
-                self.name if self.trace is None else "timed_trace",
-                self.trace,
-                sizes=self.sizes,
-                writer=writer_for(card),
-                seed=self.seed,
-                draw=draw,
-                skip_bad_lines=self.skip_bad_lines,
-                log=log,
-            )
+            texts = self.texts(writer_for(card), draw, log)
         except ConfigError as error:
             raise ConfigError(str(error).replace("--dataset-path", "--trace")) from error
         return tokenize(self.arrivals.set(texts, f"{self.seed} 0"), card)

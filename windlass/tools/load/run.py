@@ -15,15 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from windlass.config import flag
-from windlass.errors import ConfigError
-from windlass.tools.common.arrivals import Arrivals
-from windlass.tools.common.load import text_requests
+from windlass.tools.common.load import Load
 from windlass.tools.common.record import Record
-from windlass.tools.common.request_files import FILE_FORMATS
 from windlass.tools.common.requests import TextRequest, fingerprint
 from windlass.tools.common.summary import METRICS, PERCENTILES, Summary, summarise
-from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes, make_requests
+from windlass.tools.common.text_workload import Sizes, make_requests
 from windlass.tools.common.texts import Scale, Writer
 from windlass.tools.load.client import Client, RequestOptions
 from windlass.tools.load.generator import INTERRUPTED, LoadGenerator, Outcome
@@ -37,64 +33,6 @@ NOTES = (
     "and the last token. TPOT: time after the first token per further token. ITL: between chunks. "
     "Percentiles are interpolated."
 )
-_OPTIONAL_SIZES = ("prefix_len", "turns", "range_ratio")  # that some workloads use
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The load of one run: arrival times and the concurrency limit."""
-
-    arrivals: Arrivals
-    max_concurrency: int | None = None
-
-    @property
-    def title(self) -> str:
-        rate = self.arrivals.rate
-        parts = [f"{rate:g} req/s" if math.isfinite(rate) else self.arrivals.pattern]
-        if self.arrivals.ramp is not None:
-            parts = [f"{self.arrivals.ramp.start:g} to {self.arrivals.ramp.end:g} req/s"]
-        elif math.isinf(rate) and self.arrivals.pattern != "trace":
-            parts = ["all at once"]
-        if self.max_concurrency is not None:
-            parts.append(f"max concurrency {self.max_concurrency}")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class ServeLoad:
-    """The requests: a named workload or a file."""
-
-    name: str = "random"
-    sizes: Sizes = field(default_factory=Sizes)
-    path: Path | None = None
-    skip_bad_lines: bool = False
-    tokens_per_word: float | None = None  # None: measured with the server's tokenizer
-    adapters: tuple[str, ...] = ()  # each request uses one of these, chosen at random
-
-    def __post_init__(self) -> None:
-        if self.name in TEXT_WORKLOADS:
-            if self.path is not None or self.skip_bad_lines:
-                raise ConfigError(
-                    "--dataset-path and --skip-bad-lines have no effect with --dataset-name "
-                    f"{self.name}, which reads no file."
-                )
-        elif self.name not in FILE_FORMATS:
-            known = ", ".join((*TEXT_WORKLOADS, *FILE_FORMATS))
-            raise ConfigError(f"--dataset-name {self.name!r} is not known. Known: {known}.")
-        elif self.path is None:
-            raise ConfigError(f"--dataset-name {self.name} needs --dataset-path FILE.")
-        elif self.sizes.input_len is not None:
-            raise ConfigError(f"--input-len has no effect with --dataset-name {self.name}.")
-        takes = TEXT_WORKLOADS[self.name].takes if self.name in TEXT_WORKLOADS else ()
-        for key in _OPTIONAL_SIZES:
-            if key not in takes and getattr(self.sizes, key) != getattr(Sizes(), key):
-                raise ConfigError(
-                    f"{flag(key)} has no effect with --dataset-name {self.name}. Remove it."
-                )
-        if self.tokens_per_word is not None and self.name == "custom":
-            raise ConfigError("--tokens-per-word has no effect with --dataset-name custom.")
-        if self.tokens_per_word is not None and not self.tokens_per_word > 0:
-            raise ConfigError(f"--tokens-per-word must be above 0, got {self.tokens_per_word}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +41,7 @@ class ServeBenchConfig:
 
     base_url: str
     options: RequestOptions
-    load: ServeLoad
-    points: tuple[Point, ...]
+    loads: tuple[Load, ...]  # one run each: the same workload with other arrivals
     label: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     num_warmups: int = 0
@@ -112,7 +49,8 @@ class ServeBenchConfig:
     goodput: Mapping[str, float] = field(default_factory=dict)
     percentiles: Sequence[float] = PERCENTILES
     metrics: Sequence[str] = METRICS
-    seed: int = 0
+    tokens_per_word: float | None = None  # None: measured with the server's tokenizer
+    adapters: tuple[str, ...] = ()  # each request uses one of these, chosen at random
     is_detailed: bool = False
     search_share: float | None = None  # search the rate at which this share meets the targets
     probe_rate: float = 0.0  # single-token requests per second beside the load
@@ -152,79 +90,67 @@ class _ServeBench:
         async with Server(config.base_url, dict(config.headers)) as server:
             served = await server.wait_until_ready(config.ready_timeout_s)
             model = choose_model(config.options.model or None, served, server.base_url)
-            for adapter in config.load.adapters:
+            for adapter in config.adapters:
                 choose_model(adapter, served, server.base_url)
             options = replace(config.options, model=model)
             writer = Writer(await self._scale(server, options))
             # Invalid requests are rejected before anything is sent.
-            options.check(self._text_requests(writer, 0, config.points[0], log_skipped=True))
+            options.check(self._text_requests(writer, 0, config.loads[0], log_skipped=True))
             await self._warm_up(Client(server, options), writer)
-            sent, stopped = await self._run_points(server, options, writer)
+            sent, stopped = await self._run_loads(server, options, writer)
         return self._result(model, fingerprint(sent), stopped)
 
-    async def _run_points(
+    async def _run_loads(
         self, server: Server, options: RequestOptions, writer: Writer
     ) -> tuple[list[TextRequest], str | None]:
-        """Measure all points; returns all requests, and the reason if it ended early."""
+        """Measure all loads; returns all requests, and the reason if it ended early."""
         sent: list[TextRequest] = []
-        while (point := self._next_point()) is not None:
-            requests = self._text_requests(writer, len(self._rows), point)
+        while (load := self._next_load()) is not None:
+            requests = self._text_requests(writer, len(self._rows), load)
             sent += requests
-            stopped = await self._run_point(server, options, point=point, requests=requests)
+            stopped = await self._run_load(server, options, load=load, requests=requests)
             if stopped is not None:
                 return sent, stopped
             if self._search is not None:
                 share = self._rows[-1]["goodput_share"]
-                self._search.add(point.arrivals.rate, share)
-                self._log(f"{point.title}: {share:.0%} of the requests meet the targets")
+                self._search.add(load.arrivals.rate, share)
+                self._log(f"{load.arrivals_title}: {share:.0%} of the requests meet the targets")
         return sent, None
 
-    def _next_point(self) -> Point | None:
-        points, done = self._config.points, len(self._rows)
+    def _next_load(self) -> Load | None:
+        loads, done = self._config.loads, len(self._rows)
         if self._search is None:
-            return points[done] if done < len(points) else None
+            return loads[done] if done < len(loads) else None
         rate = self._search.next_rate()
         if rate is None:
             return None
-        return replace(points[0], arrivals=replace(points[0].arrivals, rate=rate))
+        return replace(loads[0], arrivals=replace(loads[0].arrivals, rate=rate))
 
     async def _scale(self, server: Server, options: RequestOptions) -> Scale:
-        load = self._config.load
-        if load.tokens_per_word is not None:
-            return Scale(load.tokens_per_word, load.tokens_per_word)
-        if load.name == "custom":
+        config = self._config
+        if config.tokens_per_word is not None:
+            return Scale(config.tokens_per_word, config.tokens_per_word)
+        if config.loads[0].name == "custom":
             return Scale()  # prompts are given, not generated
         return await server.scale(options.model, options.endpoint)
 
     def _text_requests(
-        self, writer: Writer, index: int, point: Point, log_skipped: bool = False
+        self, writer: Writer, index: int, load: Load, log_skipped: bool = False
     ) -> list[TextRequest]:
-        """Make the requests of a point. Every point has new texts, so a prefix cache has no hits."""
-        load, seed = self._config.load, f"{self._config.seed} {index}"
-        requests = text_requests(
-            load.name,
-            load.path,
-            sizes=load.sizes,
-            writer=writer,
-            seed=self._config.seed,
-            draw=index,
-            skip_bad_lines=load.skip_bad_lines,
-            log=self._log if log_skipped else lambda _: None,
-        )
-        if load.adapters:
+        """Make the requests of a run. Every run has new texts, so a prefix cache has no hits."""
+        adapters, seed = self._config.adapters, f"{load.seed} {index}"
+        requests = load.texts(writer, index, self._log if log_skipped else lambda _: None)
+        if adapters:
             random = Random(f"adapters {seed}")
-            requests = [
-                replace(request, adapter=random.choice(load.adapters)) for request in requests
-            ]
-        return point.arrivals.set(requests, seed)
+            requests = [replace(request, adapter=random.choice(adapters)) for request in requests]
+        return load.arrivals.set(requests, seed)
 
     async def _warm_up(self, client: Client, writer: Writer) -> None:
         if self._config.num_warmups < 1:
             return
         sizes = Sizes(num_prompts=self._config.num_warmups, input_len=64, output_len=16)
-        requests = make_requests(
-            "random", sizes, writer=writer, seed=f"{self._config.seed} warm-up"
-        )
+        seed = f"{self._config.loads[0].seed} warm-up"
+        requests = make_requests("random", sizes, writer=writer, seed=seed)
         outcome = await LoadGenerator(requests, client.send).run(client.dead)
         error = next((timing.error for timing in outcome.timings if timing.error), None)
         if outcome.stopped == INTERRUPTED:
@@ -232,16 +158,16 @@ class _ServeBench:
         if error is not None:
             raise ServerError(f"a warm-up request failed: {error}")
 
-    async def _run_point(
-        self, server: Server, options: RequestOptions, point: Point, requests: list[TextRequest]
+    async def _run_load(
+        self, server: Server, options: RequestOptions, load: Load, requests: list[TextRequest]
     ) -> str | None:
-        """Measure one point; returns the reason if the run ended early."""
+        """Measure one load; returns the reason if the run ended early."""
         client = Client(server, options)
-        self._log(f"{point.title}: {len(requests)} requests")
-        generator = LoadGenerator(requests, client.send, point.max_concurrency)
+        self._log(f"{load.arrivals_title}: {len(requests)} requests")
+        generator = LoadGenerator(requests, client.send, load.max_concurrency)
         metrics = MetricsPoller(server)
         line = ProgressLine(
-            title=point.title,
+            title=load.arrivals_title,
             generator=generator,
             samples=metrics.samples,
             num_chunks=lambda: client.num_chunks,
@@ -258,35 +184,35 @@ class _ServeBench:
         summary = summarise(
             outcome.timings, outcome.duration, self._config.goodput, self._config.percentiles
         )
-        row = self._row_head(point, len(requests)) | make_row(summary, outcome, metrics.samples)
-        changes = point.arrivals.rate_changes(requests)
+        row = self._row_head(load, len(requests)) | make_row(summary, outcome, metrics.samples)
+        changes = load.arrivals.rate_changes(requests)
         if changes:
             row["rps_change_events"] = changes
         if self._config.is_detailed:
             row |= details(outcome.timings, outcome.began)
         self._rows.append(row)
-        self._log_summary(point, summary, outcome)
+        self._log_summary(load, summary, outcome)
         if probes is not None:
             self._rows[-1] |= probes.row()
             for text in probes.lines():
                 self._log(text)
         return outcome.stopped
 
-    def _row_head(self, point: Point, num_prompts: int) -> dict[str, Any]:
-        rate = point.arrivals.rate
+    def _row_head(self, load: Load, num_prompts: int) -> dict[str, Any]:
+        rate = load.arrivals.rate
         return {
             "label": self._config.label,
-            "workload": self._config.load.name,
-            "arrivals": point.arrivals.pattern,
+            "workload": load.name,
+            "arrivals": load.arrivals.pattern,
             "request_rate": rate if math.isfinite(rate) else "inf",
-            "burstiness": point.arrivals.burstiness,
-            "max_concurrency": point.max_concurrency,
+            "burstiness": load.arrivals.burstiness,
+            "max_concurrency": load.max_concurrency,
             "num_prompts": num_prompts,
         }
 
-    def _log_summary(self, point: Point, summary: Summary, outcome: Outcome) -> None:
-        rate = point.arrivals.rate
-        for line in summary.lines(self._config.metrics, point.max_concurrency, rate):
+    def _log_summary(self, load: Load, summary: Summary, outcome: Outcome) -> None:
+        rate = load.arrivals.rate
+        for line in summary.lines(self._config.metrics, load.max_concurrency, rate):
             self._log(line)
         for error, count in sorted(summary.errors.items(), key=lambda item: -item[1]):
             self._log(f"{count} failed: {error}")
@@ -301,13 +227,13 @@ class _ServeBench:
         settings = {
             "model": Path(model).name,
             "endpoint": config.options.endpoint,
-            "dataset": config.load.name,
+            "dataset": config.loads[0].name,
             "fingerprint": requests_hash,
-            "seed": config.seed,
+            "seed": config.loads[0].seed,
             "temperature": config.options.temperature,
             "ignore_eos": config.options.ignore_eos,
             "goodput": dict(config.goodput),
-            "points": len(config.points),
+            "points": len(config.loads),
         }
         rows, notes = self._rows, NOTES
         is_good = any(row["completed"] for row in rows)

@@ -1,24 +1,27 @@
-"""Converts the flags of `bench serve` to runs: rates, concurrency limits, ramps, rate search."""
+"""Converts the flags of `bench serve` to loads: requests, rates, concurrency limits, ramps, rate search."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.flags import split_names
+from windlass.config import flag
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
-    from windlass.tools.load.run import Point
+    from windlass.tools.common.load import Load
 
 _GOODPUT_SHARE = 0.95
+_SIZES = ("num_prompts", "input_len", "output_len", "prefix_len", "turns", "range_ratio")
+_OPTIONAL_SIZES = ("prefix_len", "turns", "range_ratio")  # that some workloads use
 
 
-def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
-    """One point per request rate or per concurrency limit."""
+def loads_of(given: dict[str, Any]) -> tuple[Load, ...]:
+    """One load per request rate or per concurrency limit."""
     from windlass.tools.common.arrivals import Arrivals, Ramp
     from windlass.tools.load.rate_search import INITIAL_RATE
-    from windlass.tools.load.run import Point
 
     is_search = given["request_rate"] == "auto"
     rates = [INITIAL_RATE] if is_search else numbers_of("--request-rate", given["request_rate"])
@@ -53,7 +56,44 @@ def points_of(given: dict[str, Any]) -> tuple[Point, ...]:
         )
         for rate in rates
     ]
-    return tuple(Point(each, limit) for each in arrivals for limit in limits)
+    load = _load_of(given)
+    return tuple(
+        replace(load, arrivals=each, max_concurrency=limit) for each in arrivals for limit in limits
+    )
+
+
+def _load_of(given: dict[str, Any]) -> Load:
+    """The requests, with default arrivals."""
+    from windlass.tools.common.load import Load
+    from windlass.tools.common.request_files import FILE_FORMATS
+    from windlass.tools.common.text_workload import TEXT_WORKLOADS, Sizes
+
+    name, path, tokens_per_word = (
+        given[key] for key in ("dataset_name", "dataset_path", "tokens_per_word")
+    )
+    sizes = Sizes(**{key: given[key] for key in _SIZES})
+    if name in TEXT_WORKLOADS:
+        if path is not None or given["skip_bad_lines"]:
+            raise ConfigError(
+                "--dataset-path and --skip-bad-lines have no effect with --dataset-name "
+                f"{name}, which reads no file."
+            )
+    elif name not in FILE_FORMATS:
+        known = ", ".join((*TEXT_WORKLOADS, *FILE_FORMATS))
+        raise ConfigError(f"--dataset-name {name!r} is not known. Known: {known}.")
+    elif path is None:
+        raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE.")
+    elif sizes.input_len is not None:
+        raise ConfigError(f"--input-len has no effect with --dataset-name {name}.")
+    takes = TEXT_WORKLOADS[name].takes if name in TEXT_WORKLOADS else ()
+    for key in _OPTIONAL_SIZES:
+        if key not in takes and getattr(sizes, key) != getattr(Sizes(), key):
+            raise ConfigError(f"{flag(key)} has no effect with --dataset-name {name}. Remove it.")
+    if tokens_per_word is not None and name == "custom":
+        raise ConfigError("--tokens-per-word has no effect with --dataset-name custom.")
+    if tokens_per_word is not None and not tokens_per_word > 0:
+        raise ConfigError(f"--tokens-per-word must be above 0, got {tokens_per_word}.")
+    return Load(name, path, sizes, skip_bad_lines=given["skip_bad_lines"], seed=given["seed"])
 
 
 def search_share(given: dict[str, Any]) -> float | None:
