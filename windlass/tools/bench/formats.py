@@ -107,7 +107,9 @@ def measure(config: FormatsConfig, log: Log) -> Record:
     corpus = read_corpus(config.data)
     bench = _Bench(config, corpus, log)
     settings = json.loads(json.dumps(config.settings(bench.model_name, corpus.name), default=str))
-    rows = _finished_rows(config.output, settings)
+    # Failed formats are measured again.
+    before = saved_rows(config.output, "formats", settings)
+    rows = {row["format"]: row for row in before if "error" not in row}
     # Quality of all formats first, so that all speeds are measured within minutes of each other.
     steps = {"perplexity": bench.quality} | ({"tok_s_b1": bench.speed} if config.speed else {})
     done = [each for each in formats if rows.get(each.name, {}).keys() >= steps.keys()]
@@ -127,12 +129,6 @@ def measure(config: FormatsConfig, log: Log) -> Record:
             _record(rows, settings).save(config.output)
             release_memory()
     return _record(rows, settings)
-
-
-def _finished_rows(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows that an earlier run finished; failed ones are measured again."""
-    rows = saved_rows(path, "formats", settings)
-    return {row["format"]: row for row in rows if "error" not in row}
 
 
 def _record(rows: dict[str, dict[str, Any]], settings: dict[str, Any]) -> Record:

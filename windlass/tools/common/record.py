@@ -72,21 +72,17 @@ def saved_rows(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str
     """Rows that an earlier run of the same benchmark with the same settings saved to a file."""
     if not path.is_file():
         return []
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        old_settings, old_name = record["settings"], record["name"]
-        rows: list[dict[str, Any]] = record["rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"-o {path}: exists, and is not a benchmark result: {error!r}."
-        ) from error
-    changed = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
-    if old_name != name or changed:
-        what = f"{', '.join(changed)} differ" if old_name == name else f"benchmark {old_name!r}"
+    record = read_record(path)
+    before = record.settings
+    changed = [key for key in before | settings if before.get(key) != settings.get(key)]
+    if record.name != name or changed:
+        what = (
+            f"benchmark {record.name!r}" if record.name != name else f"{', '.join(changed)} differ"
+        )
         raise ConfigError(
             f"-o {path}: has results of another run ({what}). Remove it, or choose another file."
         )
-    return rows
+    return record.rows
 
 
 def _command() -> str:

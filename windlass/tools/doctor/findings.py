@@ -464,26 +464,17 @@ def _folder(name: str, path: Path, has_code: bool) -> Folder:
     free = shutil.disk_usage(above).free
     found = find_weakness(path) if has_code else None
     weakness = None if found is None else shown(f"{found[0]} {found[1]}")
-    if not os.path.isdir(path):  # or lies in a folder that this user may not search
-        return Folder(
-            name=name,
-            path=shown(path),
-            has_code=has_code,
-            exists=False,
-            is_writable=os.access(above, os.W_OK),
-            free_bytes=free,
-            weakness=weakness,
-        )
-    num_bytes, is_partial = _size(path)
+    exists = os.path.isdir(path)  # and lies in no folder that this user may not search
+    num_bytes, is_partial = _size(path) if exists else (0, False)
     return Folder(
         name=name,
         path=shown(path),
         has_code=has_code,
-        exists=True,
-        owner=_owner(path),
+        exists=exists,
+        owner=_owner(path) if exists else None,
         num_bytes=num_bytes,
         is_partial=is_partial,
-        is_writable=os.access(path, os.W_OK),
+        is_writable=os.access(path if exists else above, os.W_OK),
         free_bytes=free,
         weakness=weakness,
     )

@@ -100,7 +100,9 @@ class Ladder:
         self._cut = Cut("strided", context, context)
         self._mix = mix
         self._settings = json.loads(json.dumps(self._make_settings(), default=str))
-        self._rows = _finished_rows(config.output, self._settings)
+        # Rows without figures are measured again.
+        before = saved_rows(config.output, "ladder", self._settings)
+        self._rows = {f"{row['rung']}, {row['mode']}": row for row in before if "reason" not in row}
 
     @property
     def todo(self) -> list[Variant]:
@@ -239,9 +241,3 @@ def _check_checkpoints(config: LadderConfig) -> None:
     calibration = config.inputs.calibration
     if calibration is not None and not calibration.is_file():
         raise ConfigError(f"--calibration {calibration}: there is no such file.")
-
-
-def _finished_rows(path: Path, settings: Row) -> dict[str, Row]:
-    """Rows that an earlier run finished; rows without figures are measured again."""
-    rows = saved_rows(path, "ladder", settings)
-    return {f"{row['rung']}, {row['mode']}": row for row in rows if "reason" not in row}
