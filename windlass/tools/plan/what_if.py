@@ -154,12 +154,9 @@ class WhatIf:
         """
         built = build_engine(self.config, self.opened.source)
         replay(built.engine, WARM_UP)
-        pairs: dict[int, list[dict[str, Any]]] = {}
-        for draw in range(repeat):
-            for index, load in enumerate(loads):
-                pairs.setdefault(index, []).append(self._pair(built, load, slo, draw))
+        pairs = [[self._pair(built, load, slo, draw) for load in loads] for draw in range(repeat)]
         rows = []
-        for turns in pairs.values():
+        for turns in map(list, zip(*pairs, strict=True)):
             turns.sort(key=lambda row: row["measured_duration"])
             median = turns[(len(turns) - 1) // 2]
             median["all_difference_pct"] = [row["difference_pct"] for row in turns]

@@ -147,7 +147,7 @@ class Layer:
         self.prefix = f"model.layers.{index}."
         self._hparams = hparams
         self._device = device
-        self._hook: Hook = _no_hook
+        self._hook: Hook = lambda _layer, x: x
         self._rules = family_of(hparams.architecture).rules(hparams)
         method = _Hooked(lambda layer, x: self._hook(layer, x))
         plain = Unquantised(torch.float32)
@@ -291,10 +291,6 @@ class Layer:
             spans=spans,
             kv=[pages] * hparams.num_layers,
         )
-
-
-def _no_hook(_layer: nn.Module, x: Tensor) -> Tensor:
-    return x
 
 
 def _stored_names(path: str, module: nn.Module) -> dict[str, list[tuple[str, tuple[int, ...]]]]:

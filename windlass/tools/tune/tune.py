@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.build import OpenModel, build_engine, open_model
+from windlass.build import build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.core.card import Capacity
 from windlass.errors import ConfigError, EngineError
@@ -93,53 +93,6 @@ class TuneResult:
         return max(self.predicted, key=lambda item: item.rank, default=None)
 
 
-class QualityMeter:
-    """Measures the perplexity of formats on short texts relative to a reference.
-
-    The reference is the model without online quantisation: float32 on a CPU, its own dtype on a GPU.
-    The loss of a quantised file relative to its original cannot be measured without the original.
-    Owns the reference, which is loaded for the first measurement.
-    """
-
-    def __init__(
-        self,
-        engine_options: Mapping[str, Any],
-        opened: OpenModel,
-        device: str,
-        stored: Retention,
-        log: Log,
-    ) -> None:
-        """`stored`: the expected retention of the model's file relative to its original."""
-        context = min(_QUALITY_CONTEXT, opened.hparams.max_positions)
-        exact = {"dtype": "float32"} if device == "cpu" else {}
-        self._config = EngineConfig.of(**{**engine_options, **exact})
-        self._engine_options = engine_options
-        self._opened = opened
-        self._corpus = short_corpus()
-        self._stored = stored
-        self._cut = Cut("strided", context, context)
-        self._log = log
-        self._comparison: QualityComparison | None = None
-
-    def measure(self, format: ModelFormat, weights: Loaded) -> ModelFormat:
-        """Return the format with its measured quality; unchanged if measuring fails."""
-        config = EngineConfig.of(**{**self._engine_options, **format.options})
-        try:
-            if self._comparison is None:
-                self._comparison = QualityComparison(
-                    reference=self._config, opened=self._opened, corpus=self._corpus, cut=self._cut
-                )
-            found = self._comparison.compare(self._comparison.build(config, weights))
-        except EngineError as error:
-            self._log(f"{format.name}: quality not measured: {error}")
-            return format
-        assert found.against is not None
-        value = retention_of(found.against.ppl_ratio)
-        measured = Retention(value, "measured", f"on {self._corpus.name}")
-        self._log(f"{format.name}: measured quality {value:.4f}")
-        return replace(format, quality=self._stored.times(measured))
-
-
 def _announcement(finalists: Sequence[TrialResult], config: TuneConfig) -> str:
     """How many runs follow, and the time that the simulation expects for them."""
     seconds = [item.runs[0].duration for item in finalists]
@@ -163,6 +116,7 @@ class Tuner:
         self._requests = config.load.requests(self._opened.card, log)
         self._weights: tuple[str, Loaded] | None = None  # of one format at a time
         self._steps: dict[str, MeasuredSteps] = {}  # by format
+        self._comparison: QualityComparison | None = None  # while formats are measured
         self.found = TuneResult()
 
     @property
@@ -260,13 +214,6 @@ class Tuner:
     ) -> tuple[ModelFormat, ...]:
         """Measure quality and step costs of each format; return the formats with enough quality."""
         options = self._config.engine_options
-        meter = QualityMeter(
-            engine_options=options,
-            opened=self._opened,
-            device=self._device,
-            stored=stored,
-            log=self._log,
-        )
         is_real, good, poor = self._base.model.load_format != "dummy", [], []
         for format in formats:
             config = EngineConfig.of(**{**options, **format.options})
@@ -274,7 +221,7 @@ class Tuner:
             weights = None
             if is_real and not known:
                 weights = self._load(format, config)
-                format = meter.measure(format, weights)
+                format = self._with_measured_quality(format, weights, stored)
             if not format.quality.meets(self._config.min_quality):
                 poor.append(format)
                 continue
@@ -288,8 +235,40 @@ class Tuner:
             self.found.left_out = "; ".join(filter(None, (self.found.left_out, more)))
         if not good:
             raise ConfigError(f"no format has enough quality; {self.found.left_out}.")
+        self._comparison = None
         release_memory()
         return tuple(good)
+
+    def _with_measured_quality(
+        self, format: ModelFormat, weights: Loaded, stored: Retention
+    ) -> ModelFormat:
+        """Measure the perplexity on short texts; return the format unchanged if measuring fails.
+
+        The reference is the model without online quantisation: float32 on a CPU, its own dtype on a GPU.
+        `stored`: the expected loss of a quantised file relative to its original, which cannot be measured
+        without the original.
+        """
+        options, corpus = self._config.engine_options, short_corpus()
+        try:
+            if self._comparison is None:
+                exact = {"dtype": "float32"} if self._device == "cpu" else {}
+                context = min(_QUALITY_CONTEXT, self._opened.hparams.max_positions)
+                self._comparison = QualityComparison(
+                    reference=EngineConfig.of(**{**options, **exact}),
+                    opened=self._opened,
+                    corpus=corpus,
+                    cut=Cut("strided", context, context),
+                )
+            config = EngineConfig.of(**{**options, **format.options})
+            found = self._comparison.compare(self._comparison.build(config, weights))
+        except EngineError as error:
+            self._log(f"{format.name}: quality not measured: {error}")
+            return format
+        assert found.against is not None
+        value = retention_of(found.against.ppl_ratio)
+        measured = Retention(value, "measured", f"on {corpus.name}")
+        self._log(f"{format.name}: measured quality {value:.4f}")
+        return replace(format, quality=stored.times(measured))
 
     def _predict(self, settings: Settings, share: float) -> TrialResult:
         """Simulate the settings with a share of the default KV blocks."""
