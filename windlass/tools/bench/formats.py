@@ -29,7 +29,7 @@ from windlass.tools.bench.checkpoints import (
     Log,
     find_formats,
 )
-from windlass.tools.bench.throughput import WindlassEngine
+from windlass.tools.bench.throughput import WindlassEngine, run_draw
 from windlass.tools.common.device import release_memory, weight_kernels
 from windlass.tools.common.record import Record, saved_rows
 from windlass.tools.common.requests import Request
@@ -277,8 +277,7 @@ class _SpeedComparison:
 
 
 def _decode_tok_s(engine: WindlassEngine, workload: Workload, draw: int) -> float:
-    engine.reset()
-    result = engine.run(workload.requests(engine.vocab_size, draw + 1))
+    result = run_draw(engine, workload, draw + 1)
     assert result.window is not None, "all requests of a decode workload decode together"
     return result.window.tok_s
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from windlass.build import Built, build_engine, open_model
+from windlass.build import open_model
 from windlass.config import EngineConfig
 from windlass.tools.bench.adapters import adapters
 from windlass.tools.bench.scheduler import measure as measure_scheduler
 from windlass.tools.bench.speculation import speculation
+from windlass.tools.bench.throughput import WindlassEngine, run_draw
 from windlass.tools.common.device import release_memory
-from windlass.tools.common.drive import EngineRun, median_run, run_all
+from windlass.tools.common.drive import median_run
 from windlass.tools.common.record import Record
 from windlass.tools.common.requests import Request
 from windlass.tools.common.workload import Sizes, Workload, find
@@ -75,26 +76,17 @@ def _compare(
     opened = open_model(EngineConfig.of(**options))
     rows, weights = [], None
     for name, changes in variants.items():
-        built = build_engine(EngineConfig.of(**{**options, **changes}), opened.source, weights)
-        weights = built.weights
+        engine = WindlassEngine(EngineConfig.of(**{**options, **changes}), opened, weights)
+        weights = engine.weights
         log(f"{name}: warming up, then {len(workload.shapes)} requests")
-        rows.append({"variant": name, **_median_run(built, workload, repeat).row()})
+        few = workload.requests(engine.vocab_size)[:8]
+        engine.run([Request(request.prompt[-8:], 4) for request in few])
+        run = median_run([run_draw(engine, workload, draw) for draw in range(1, repeat + 1)])
+        rows.append({"variant": name, **run.row()})
         log(f"{name}: {rows[-1]['output_tok_s']} tok/s")
-        del built
+        del engine
         release_memory()
     return rows
-
-
-def _median_run(built: Built, workload: Workload, repeat: int) -> EngineRun:
-    engine, vocab_size = built.engine, built.report.vocab_size
-    run_all(
-        engine, [Request(request.prompt[-8:], 4) for request in workload.requests(vocab_size)[:8]]
-    )
-    runs = []
-    for draw in range(1, repeat + 1):
-        engine.reset_prefix_cache()
-        runs.append(run_all(engine, workload.requests(vocab_size, draw)))
-    return median_run(runs)
 
 
 def _with_speedup(rows: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:

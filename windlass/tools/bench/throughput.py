@@ -17,6 +17,7 @@ from windlass.build import OpenModel, build_engine, open_model
 from windlass.config import EngineConfig
 from windlass.errors import ConfigError
 from windlass.runner.device import choose_device
+from windlass.runner.load import Loaded
 from windlass.tools.bench.transformers_engine import TransformersEngine
 from windlass.tools.common.device import (
     Traffic,
@@ -67,9 +68,13 @@ class BenchEngine(Protocol):
 class WindlassEngine:
     name = "windlass"
 
-    def __init__(self, config: EngineConfig, opened: OpenModel) -> None:
-        built = build_engine(config, opened.source)
+    def __init__(
+        self, config: EngineConfig, opened: OpenModel, weights: Loaded | None = None
+    ) -> None:
+        """`weights`: those of another engine, to share."""
+        built = build_engine(config, opened.source, weights)
         self._engine = built.engine
+        self.weights = built.weights
         self.vocab_size = built.report.vocab_size
         network, capacity = built.weights.network, built.report.capacity
         self.device = device_of(network)
@@ -190,8 +195,7 @@ def _rows(
     all_runs: list[list[EngineRun]] = [[] for _ in engines]
     for draw in range(1, repeat + 1):
         for engine, runs in zip(engines, all_runs, strict=True):
-            engine.reset()
-            runs.append(engine.run(workload.requests(engine.vocab_size, draw)))
+            runs.append(run_draw(engine, workload, draw))
             log(f"{engine.name}, {workload.name}: {runs[-1].row()['output_tok_s']:,} tok/s")
     rows = []
     for engine, runs in zip(engines, all_runs, strict=True):
@@ -206,6 +210,12 @@ def _rows(
             log(f"{workload.name}: speed of {engines[0].name} over {engine.name}: {ratios}")
         rows.append(row)
     return rows
+
+
+def run_draw(engine: BenchEngine, workload: Workload, draw: int) -> EngineRun:
+    """Run the workload with the ids of this draw, without cached prefixes."""
+    engine.reset()
+    return engine.run(workload.requests(engine.vocab_size, draw))
 
 
 def _ratios(first: Sequence[EngineRun], own: Sequence[EngineRun]) -> dict[str, float | None]:
