@@ -267,6 +267,15 @@ def test_the_user_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(Path("/home/alice")) == "~"
     assert shown("error in /scratch/alice/a.so: bad") == "error in /scratch/$USER/a.so: bad"
     assert shown("/home/alice2/x") == "/home/alice2/x"
+    monkeypatch.setenv("HOME", "/cache")  # as in the images, whose user has the name of the program
+    assert shown("/cache/.triton/cache") == "~/.triton/cache"
+    monkeypatch.setattr(findings_module.getpass, "getuser", lambda: "windlass")
+    assert shown("/cache/windlass") == "~/windlass"
+    assert shown("/opt/windlass/bin") == "/opt/windlass/bin"
+
+
+def test_errors_of_torch_have_no_name_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
     failed = {"error": "ImportError: /home/alice/v/libtorch.so: undefined symbol"}
     torch, _ = parse_torch(failed)
     assert torch.error == "ImportError: ~/v/libtorch.so: undefined symbol"

@@ -195,12 +195,14 @@ def shown(text: str | Path) -> str:
     """A path, or a text with paths, without the user's name."""
     text = str(text)
     with contextlib.suppress(RuntimeError):
-        text = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", text)
+        text = re.sub(rf"(?<![\w.-]){re.escape(str(Path.home()))}(?![\w.-])", "~", text)
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container may run as a user without a name
         return text
-    return text if user == "root" else re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "$USER", text)
+    if user in ("root", "windlass"):  # names of no person; images have the second
+        return text
+    return re.sub(rf"(?<=/){re.escape(user)}(?![\w.-])", "$USER", text)
 
 
 def parse_torch(found: dict[str, Any]) -> tuple[Torch, tuple[int, int] | None]:
