@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Invoke
 from windlass.kernels.native import compiled
@@ -38,6 +39,17 @@ def test_the_kernels_of_a_cpu(windlass: Invoke, cache: Path) -> None:
     assert found["how"] == "found (none)"
     assert found["seconds"] == 0
     assert Path(found["where"]).is_file()
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_output_names_the_device_and_why(
+    windlass: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = windlass("compile")
+    assert found.out.endswith("; device: cpu (torch sees no CUDA device)\n")
+    chosen = windlass("compile", "--device", "cpu", "--json")
+    assert json.loads(chosen.out)[0]["device"] == "cpu (as set)"
 
 
 @pytest.mark.usefixtures("cache")

@@ -71,12 +71,19 @@ def test_an_image_runs_as_its_own_user_and_writes_only_to_its_cache(path: Path) 
     assert variables["WINDLASS_CACHE"].startswith("/cache/")
     for name in ("HOME", "HF_HOME", "WINDLASS_CACHE"):
         assert variables[name].startswith("/cache")
-    run, compiling = [argument for name, argument in stage if name == "RUN"]
+    run, *compiling = [argument for name, argument in stage if name == "RUN"]
     assert f"--uid {UID}" in run
-    # As the image's user, into a cache that a new volume is filled from.
-    assert compiling == 'if [ -n "$COMPILE" ]; then windlass compile $COMPILE; fi'
-    names = [name for name, _ in stage]
-    assert names.index("USER") < names.index("ARG") < names.index("VOLUME")
+    if path.suffix == ".cuda":
+        # As the image's user, into a cache that a new volume is filled from. Without --device, a build that
+        # does not reach a GPU would compile CPU kernels.
+        assert compiling == [
+            'if [ -n "$COMPILE" ]; then windlass compile --device cuda $COMPILE; fi'
+        ]
+        names = [name for name, _ in stage]
+        assert names.index("USER") < names.index("ARG") < names.index("VOLUME")
+    else:  # the package has the kernels: windlass compile would find them there, and a compiler is missing
+        assert not compiling
+        assert "WINDLASS_BUILD_KERNELS=1" in path.read_text()
     assert "/health/live" in values["HEALTHCHECK"]
     # Exec form: signals reach the server.
     entry, command = (yaml.safe_load(values[name]) for name in ("ENTRYPOINT", "CMD"))

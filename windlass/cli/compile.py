@@ -29,5 +29,6 @@ def compile(
         typer.echo(json.dumps([{**asdict(each), "where": str(each.where)} for each in filled]))
         return 0
     for each in filled:
-        typer.echo(f"{each.what}: {each.how} in {each.seconds:.1f} s, {each.where}")
+        done = f"{each.what}: {each.how} in {each.seconds:.1f} s, {each.where}"
+        typer.echo(f"{done}; device: {each.device}")
     return 0
