@@ -173,10 +173,13 @@ class SlotFacts:
 
         If all full blocks of a prompt are cached, only the tokens behind them are computed. If
         these are one or two tokens, requantising the weights takes longer than the GEMM, so they
-        are never quantised coarsely. The rule depends on the prompt's length alone, and treats all
-        tokens of a full block alike, so results do not depend on the prefix cache.
+        are never quantised coarsely. Nor are prompts of up to one block, for the same reason. The rule
+        depends on the prompt's length alone, and treats all tokens of a full block alike, so results
+        do not depend on the prefix cache, unless the block is that of a prompt of one block.
         """
         num_prompt = self.num_prompt(slot)
+        if num_prompt <= DEFAULT_BLOCK_SIZE:
+            return 0
         num_last = (num_prompt - 1) % DEFAULT_BLOCK_SIZE + 1
         return num_prompt - num_last if num_last <= _MAX_FINE_PROMPT else num_prompt
 
