@@ -13,6 +13,8 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from tests.models.comparison import TINY, our_logits, save_tiny
+from tests.models.dense_gguf import TOKENIZER
+from tests.models.hybrids import check_llama_cpp, needs_llama_cpp
 from tests.models.test_deepseek import COUNT, PROMPTS, run
 from tests.models.tiny import add_value
 from tests.quant.folders import loaded
@@ -57,9 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def save(name: str, folder: Path) -> torch.nn.Module:
+def save(name: str, folder: Path, **changes: Any) -> torch.nn.Module:
     """A model of transformers with random weights and layer scales, saved to the folder."""
-    model = save_tiny("Gemma4", CASES[name], folder)
+    model = save_tiny("Gemma4", CASES[name] | changes, folder)
     generator = torch.Generator().manual_seed(3)
     for key, buffer in model.named_buffers():
         if key.endswith("layer_scalar"):
@@ -386,6 +388,8 @@ def write_gemma4(
     writer = gguf.GGUFWriter(path, "gemma4")
     for key, value in (values | changes.get("gguf", {})).items():
         add_value(writer, f"gemma4.{key}", value)
+    for key, value in changes.get("tokenizer", {}).items():
+        add_value(writer, key, value)
     for key, tensor in tensors.items():
         array = tensor.contiguous().numpy()
         if kind is None or not key.startswith("per_layer_token_embd"):
@@ -409,6 +413,17 @@ def test_gguf_files_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     )
     (tokens,) = run(built, PROMPTS[:1])
     assert tokens == transformers_tokens(model, PROMPTS[0], COUNT)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_llama_cpp(name: str, tmp_path: Path) -> None:
+    """All experts are used: scores that differ in the 16 bits of llama.cpp's KV cache would choose others."""
+    all_used = {"top_k_experts": 6} if "num_experts" in CASES[name] else {}
+    model = save(name, tmp_path, **all_used)
+    header = {"gguf": {"expert_used_count": 6} if all_used else {}, "tokenizer": TOKENIZER}
+    path = write_gemma4(tmp_path / "m.gguf", model, {**CASES[name], **header})
+    check_llama_cpp(model, path, tolerance=0.02)
 
 
 def test_a_file_without_the_pattern_of_windows_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.comparison import TINY, check_logits, our_logits, save_tiny
+from tests.models.dense_gguf import TOKENIZER
+from tests.models.hybrids import check_llama_cpp, needs_llama_cpp
 from tests.models.test_deepseek import COUNT, PROMPTS, run
 from tests.models.test_networks import LLAMA3_ROPE
 from tests.models.tiny import add_value
@@ -225,7 +227,9 @@ def gguf_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def write_llama4(path: Path, model: torch.nn.Module, **metadata: Any) -> Path:
+def write_llama4(
+    path: Path, model: torch.nn.Module, tokenizer: dict[str, Any] | None = None, **metadata: Any
+) -> Path:
     sizes = model.config
     writer = gguf.GGUFWriter(path, "llama4")
     values: dict[str, Any] = {
@@ -248,6 +252,8 @@ def write_llama4(path: Path, model: torch.nn.Module, **metadata: Any) -> Path:
     }
     for key, value in values.items():
         add_value(writer, f"llama4.{key}", value)
+    for key, value in (tokenizer or {}).items():
+        add_value(writer, key, value)
     for key, tensor in gguf_tensors(model).items():
         writer.add_tensor(key, tensor.contiguous().numpy())
     writer.write_header_to_file()
@@ -266,6 +272,13 @@ def test_gguf_files_give_the_same_tokens(tmp_path: Path) -> None:
     assert tokens == transformers_tokens(model, PROMPTS[0], COUNT)
     layout = built.report.capacity.layout
     assert {group.window for group in layout.groups} == {None, 8192}
+
+
+@needs_llama_cpp
+def test_logits_equal_llama_cpp(tmp_path: Path) -> None:
+    changes = {**MAVERICK, "use_qk_norm": True, "attention_chunk_size": 8192, "floor_scale": 8192}
+    model = save_tiny("Llama4", changes, tmp_path)
+    check_llama_cpp(model, write_llama4(tmp_path / "m.gguf", model, TOKENIZER))
 
 
 def test_gguf_files_without_chunks_are_refused(tmp_path: Path) -> None:
