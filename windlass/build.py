@@ -44,7 +44,7 @@ from windlass.machine.topology import CpuSlot
 from windlass.models.card import read_headers
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.stages import check_stages
+from windlass.models.stages import check_ranks
 
 if TYPE_CHECKING:
     from windlass.parallel.launch import Ranks
@@ -151,7 +151,10 @@ def _build_engine(
     """
     log = BuildLog()
     requested_spec = config.speculation.spec
-    check_stages(source.hparams, config.parallel.pipeline_parallel_size)
+    parallel = config.parallel
+    check_ranks(
+        source.hparams, tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size
+    )
     with _ranks(config, weights, exit_when_lost=exit_when_lost, master=master) as ranks:
         if _TORCH_SIDE not in sys.modules:
             with log.phase("import torch"):

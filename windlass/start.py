@@ -18,7 +18,7 @@ from windlass.machine.device import check_cpu_replicas, runs_on_cpu
 from windlass.machine.topology import CpuSlot
 from windlass.models.file_digest import file_digest
 from windlass.models.source import ModelFiles, resolve
-from windlass.models.stages import check_stages
+from windlass.models.stages import check_ranks
 from windlass.parallel.segment import Segment
 from windlass.parallel_config import ParallelConfig, split_address
 from windlass.version import __version__
@@ -157,7 +157,10 @@ def _serve_node(config: EngineConfig) -> int:
     from windlass.parallel.node import NodeWork, serve_node
 
     opened = open_model(config)
-    check_stages(opened.hparams, config.parallel.pipeline_parallel_size)
+    parallel = config.parallel
+    check_ranks(
+        opened.hparams, tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size
+    )
     cpus = CpuSlot(0, config.parallel.processes_per_node)
     build = partial(build_worker, config, opened.source, cpus)
     work = NodeWork(config.parallel, import_torch, build)

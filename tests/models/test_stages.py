@@ -14,7 +14,7 @@ from tests.models.test_granite_hybrid import HYBRID
 from tests.quant.ranks import Spy
 from windlass.config import ModelConfig
 from windlass.core.kv_layout import KVGroup, KVLayout
-from windlass.errors import CheckpointError, ConfigError, UnsupportedError
+from windlass.errors import CheckpointError, ConfigError, ShardError, UnsupportedError
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.checkpoint import Checkpoint
 from windlass.models.families.registry import read_hparams
@@ -22,7 +22,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import load
 from windlass.models.network import make_network
 from windlass.models.source import resolve
-from windlass.models.stages import Stage, check_stages, cut_stages
+from windlass.models.stages import Stage, check_ranks, check_stages, cut_stages
 from windlass.models.transformers_model import TransformersModel
 
 
@@ -54,6 +54,15 @@ def test_more_stages_than_layers_are_refused() -> None:
     foreign = replace(hparams, transformers=TransformersModel.__new__(TransformersModel))
     with pytest.raises(UnsupportedError, match="runs through transformers' code"):
         check_stages(foreign, 2)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused_before_they_start() -> None:
+    hparams = read_hparams({**TINY, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6})
+    check_ranks(hparams, tp=hparams.num_heads, pp=1)
+    with pytest.raises(ShardError, match=r"size 64: the model has 6 query heads.*work: 1, 2, 3, 6"):
+        check_ranks(hparams, tp=64, pp=1)
+    with pytest.raises(ConfigError, match=r"size 5: the model has 3 layers"):
+        check_ranks(hparams, tp=1, pp=5)
 
 
 CASES = {

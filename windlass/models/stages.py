@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-from windlass.errors import ConfigError, UnsupportedError
+from windlass.errors import ConfigError, ShardError, UnsupportedError
 from windlass.models.hparams import HParams
+from windlass.quant.shard import Shard
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")  # of a tensor's name
 
@@ -38,8 +39,20 @@ class Stage:
         return self.stop == self.num_layers
 
 
+def check_ranks(hparams: HParams, *, tp: int, pp: int) -> None:
+    """Refuse numbers of ranks that the model does not allow, before any process is started."""
+    check_stages(hparams, pp)
+    heads = Shard(hparams.num_heads)
+    if not heads.allows(tp, unit=1):
+        known = ", ".join(map(str, heads.allowed(unit=1)))
+        raise ShardError(
+            f"--tensor-parallel-size {tp}: the model has {hparams.num_heads} query heads, which "
+            f"so many ranks cannot share equally. Numbers that work: {known}."
+        )
+
+
 def check_stages(hparams: HParams, num_stages: int) -> None:
-    """Refuse a number of stages that the model does not allow, before any process is started."""
+    """Refuse a number of stages that the model does not allow."""
     if num_stages == 1:
         return
     if hparams.transformers is not None:

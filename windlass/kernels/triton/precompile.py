@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -70,7 +70,7 @@ def only_compiling() -> Iterator[None]:
 class _ZeroFilled(TorchFunctionMode):
     """Allocates zeros where torch would leave memory as it was."""
 
-    _zeros: dict[Callable[..., Tensor], Callable[..., Tensor]] = {  # noqa: RUF012
+    _zeros: ClassVar[dict[Callable[..., Tensor], Callable[..., Tensor]]] = {
         torch.empty: torch.zeros,
         torch.empty_like: torch.zeros_like,
         Tensor.new_empty: Tensor.new_zeros,
