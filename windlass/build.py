@@ -30,7 +30,7 @@ from windlass.build_rank import (
     owners,
     resolve_speculation,
 )
-from windlass.config import EngineConfig, Limits
+from windlass.config import EngineConfig, Limits, SchedulerConfig
 from windlass.core.adapters import Adapters
 from windlass.core.card import Choice, EngineReport, ModelCard
 from windlass.core.expert_load import ExpertLoadMonitor, Placements
@@ -253,6 +253,7 @@ def _finish(
         *weights.choices,
         Choice("sequences", f"{limits.max_num_seqs:,}", limits.seqs_reason),
         Choice("tokens per step", f"{limits.max_num_batched_tokens:,}", limits.tokens_reason),
+        *_latency_target(rank.config.scheduler, limits),
         made.kv_format.choice,
         *made.choices,
         Choice("KV cache", f"{capacity.num_tokens:,} tokens", capacity.reason),
@@ -314,11 +315,22 @@ def _finish(
         adapters=adapters.store.folders if adapters is not None else {},
         adapter_versions=_adapter_versions(rank),
         prefix_caching=rank.config.cache.prefix_caching,
+        default_tpot_ms=limits.default_tpot_ms,
         kv_facts=rank.kv_facts,
     )
     tune_garbage_collector()
     engine = _make_engine(rank, scheduler=scheduler, runner=runner, followers=followers)
     return Built(engine, report, weights=weights, close=_closing_parts(engine, rank))
+
+
+def _latency_target(settings: SchedulerConfig, limits: Limits) -> list[Choice]:
+    """The start-up line of a target that the profile sets."""
+    if limits.default_tpot_ms is None or settings.slo_tpot_ms is not None:
+        return []
+    value = f"{limits.default_tpot_ms:g} ms per output token"
+    return [
+        Choice("latency target", value, f"profile {settings.profile}; --slo-tpot-ms sets another")
+    ]
 
 
 def _closing_parts(engine: Engine, rank: BuiltRank) -> Callable[[], None]:

@@ -227,7 +227,7 @@ class SchedulerConfig:
 
     profile: ProfileName | None = option(
         None,
-        "Starting point: chat (latency), batch (throughput), hybrid; "
+        "Starting point: chat (latency; on a GPU, --slo-tpot-ms 35), batch (throughput), hybrid; "
         "default: hybrid on a GPU, short steps on a CPU.",
     )
     max_num_seqs: int | None = option(None, "Maximum number of running requests.", live=True)
@@ -391,6 +391,7 @@ class Limits:
     memory_share: float
     seqs_reason: str
     tokens_reason: str
+    default_tpot_ms: float | None = None  # target of the profile, unless --slo-tpot-ms sets one
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +401,11 @@ class _Profile:
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_share: float  # of a GPU's memory, or of a CPU's free memory
+    tpot_ms: float | None = None  # target on a GPU
 
 
 _PROFILES: dict[ProfileName, _Profile] = {
-    "chat": _Profile(32, 4096, 0.70),
+    "chat": _Profile(32, 4096, 0.70, tpot_ms=35.0),
     "batch": _Profile(256, 32768, 0.95),
     "hybrid": _Profile(128, 16384, 0.85),
 }
@@ -458,6 +460,7 @@ class EngineConfig:
                 f"could not advance all running requests. Raise the first to {seqs} or more."
             )
         share = self.cache.memory_share or profile.memory_share
+        can_shorten = settings.batching == "continuous" and settings.enable_chunked_prefill
         # Replicas have GPUs of their own, but share a CPU's memory.
         return Limits(
             max_num_seqs=seqs,
@@ -465,4 +468,5 @@ class EngineConfig:
             memory_share=share / self.parallel.data_parallel_size if device == "cpu" else share,
             seqs_reason=seqs_reason,
             tokens_reason=tokens_reason,
+            default_tpot_ms=profile.tpot_ms if device == "cuda" and can_shorten else None,
         )

@@ -174,25 +174,33 @@ def client_process(load: Load) -> Measured:
     return uvloop.run(run_clients(load, _barrier))
 
 
-def drive(args: argparse.Namespace, port: int, num_clients: int, num_requests: int) -> Measured:
-    """Run all client processes; the sum of what they measured."""
+def split_load(
+    args: argparse.Namespace, port: int, num_clients: int, num_requests: int
+) -> list[Load]:
+    """The share of each client process: equally many requests per client, so that all end together."""
     count = min(args.client_processes, num_clients)
     shares = [num_clients * index // count for index in range(count + 1)]
-    loads = [
+    sizes = [num_requests * share // num_clients for share in shares]
+    return [
         Load(
             port=port,
             first_client=shares[index],
             num_clients=shares[index + 1] - shares[index],
-            num_requests=num_requests // count + (index < num_requests % count),
+            num_requests=sizes[index + 1] - sizes[index],
             input_len=args.input_len,
             output_len=args.output_len,
             seed=random.randrange(2**32),
         )
         for index in range(count)
     ]
+
+
+def drive(args: argparse.Namespace, port: int, num_clients: int, num_requests: int) -> Measured:
+    """Run all client processes; the sum of what they measured."""
+    loads = split_load(args, port, num_clients, num_requests)
     spawn = multiprocessing.get_context("spawn")
     total = Measured()
-    with spawn.Pool(count, start_clients, (spawn.Barrier(count),)) as pool:
+    with spawn.Pool(len(loads), start_clients, (spawn.Barrier(len(loads)),)) as pool:
         for each in pool.map(client_process, loads, chunksize=1):
             total.add(each)
     return total

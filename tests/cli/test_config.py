@@ -62,6 +62,24 @@ def test_limits_without_profile_depend_on_the_device(windlass: Invoke) -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--device", "cuda"], (35.0, "profile")),
+        (["--device", "cuda", "--slo-tpot-ms", "60"], (60.0, "flag")),
+        (["--device", "cuda", "--no-enable-chunked-prefill"], (None, "default")),
+        (["--device", "cpu"], (None, "default")),
+        (["--device", "auto"], (None, "default")),
+    ],
+)
+def test_the_chat_profile_has_a_latency_target_on_a_gpu(
+    windlass: Invoke, args: list[str], expected: tuple[object, str]
+) -> None:
+    found = windlass("config", "--json", "--profile", "chat", *args).out
+    setting = json.loads(found)["settings"]["slo_tpot_ms"]
+    assert (setting["value"], setting["source"]) == expected
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--slo-admission"], "--slo-admission needs --slo-ttft-ms"),

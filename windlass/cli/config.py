@@ -79,7 +79,10 @@ def _from_profile(engine: EngineConfig) -> dict[str, Any]:
     limits = engine.limits("cpu" if device == "cpu" else "cuda")  # raises if they do not fit
     if engine.scheduler.profile is None and device == "auto":
         return {}
-    return {name: getattr(limits, name) for name in _CHOSEN_AT_START}
+    found = {name: getattr(limits, name) for name in _CHOSEN_AT_START}
+    if device == "cuda" and limits.default_tpot_ms is not None:
+        found["slo_tpot_ms"] = limits.default_tpot_ms
+    return found
 
 
 def _table(settings: Settings) -> list[str]:

@@ -89,6 +89,7 @@ class EngineReport:
     # With --role: what identifies the weights of each adapter on all hosts.
     adapter_versions: dict[str, str] = field(default_factory=dict)
     prefix_caching: bool = True
+    default_tpot_ms: float | None = None  # target while --slo-tpot-ms sets none
     # What must be alike where KV blocks are exchanged with other hosts; empty: they are not.
     kv_facts: dict[str, str] = field(default_factory=dict)
 

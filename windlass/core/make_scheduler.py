@@ -51,7 +51,9 @@ def make_scheduler(
         drop_drafts_below=draft_limits.drop_drafts_below,
         num_stages=config.parallel.pipeline_parallel_size,
     )
-    times = SloTimes.of(ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms)
+    times = SloTimes.of(
+        ttft_ms=settings.slo_ttft_ms, tpot_ms=settings.slo_tpot_ms or limits.default_tpot_ms
+    )
     options = SchedulerOptions(
         eos_ids=eos_ids,
         caching=config.cache.prefix_caching,

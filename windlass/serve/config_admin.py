@@ -211,7 +211,10 @@ class ConfigAdmin:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_draft_tokens=speculation.max_draft_tokens if speculation.spec_enabled else 0,
-            slo=SloTimes.of(ttft_ms=scheduler.slo_ttft_ms, tpot_ms=scheduler.slo_tpot_ms),
+            slo=SloTimes.of(
+                ttft_ms=scheduler.slo_ttft_ms,
+                tpot_ms=scheduler.slo_tpot_ms or self._client.report.default_tpot_ms,
+            ),
         )
         settings = Configure(caps=caps, hang_timeout=serve.hang_timeout, log_level=serve.log_level)
         self._client.configure(settings, serve.retry_on_restart)
