@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from windlass.kernels import reference
+from windlass.kernels.copied import MAX_PACKED_ROWS, CopiedGemm
 from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs, UnscaledOutputs
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.linears import Linears
@@ -186,6 +187,17 @@ def test_other_forms(name: str, rows: int, outputs: int, size: int) -> None:
     want = ReferenceLinear().prepare(form).apply(x)
     for _ in "ab":
         close(packed.prepared.apply(x), want, 2**-7)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4"])
+def test_copies_equal_the_packed_weight(name: str) -> None:
+    form = quantise(torch.randn(1536, 1024, device=CUDA), SCHEMES[name])
+    packed = Linears(CUDA, torch.bfloat16).prepare(form)
+    copied = Linears(CUDA, torch.bfloat16, copies=True).prepare(form)
+    assert isinstance(copied.prepared, CopiedGemm)
+    for rows in (1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 600):
+        x = randn(rows, 1024)
+        close(copied.prepared.apply(x), packed.prepared.apply(x), 2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from windlass.kernels.copied import MAX_PACKED_ROWS, CopiedGemm, why_not_copied
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.native.linear import NativeGemm, NativeLinear
@@ -110,15 +111,20 @@ class Linears:
         plain: bool = False,
         reference: bool = False,
         w4a8: bool = False,
+        copies: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        """`workers`: the engine's; without them native GEMMs have a pool of their own."""
+        """`copies`: packed weights also have a dequantised copy, where that is of use (copied.py).
+
+        `workers`: the engine's; without them native GEMMs have a pool of their own.
+        """
         self.device = device
         self.dtype = dtype
         self.gemm = gemm or TorchGemm()
         self._plain = plain
         self._reference = reference
         self._w4a8 = w4a8
+        self._copies = copies
         self._kernels = [] if plain or reference else _kernels(device, workers or Workers())
 
     def decide(self, form: Packed) -> Decision:
@@ -160,6 +166,9 @@ class Linears:
             else:
                 prepared = decision.kernel.prepare(weight)
             kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
+            if self._copies and why_not_copied(weight) is None:
+                prepared = CopiedGemm(prepared, Unpacked(weight, self.dtype, self.gemm))
+                kernel = f"{kernel}, and a 16-bit copy for more than {MAX_PACKED_ROWS} rows"
         return PackedGemm(
             prepared=prepared,
             shape=weight.shape,
@@ -183,7 +192,7 @@ class Linears:
         if isinstance(prepared, NativeGemm):
             assert self._native is not None, "engines that share weights choose the same kernels"
             prepared = self._native.share(prepared)
-        elif isinstance(prepared, Unpacked):
+        elif isinstance(prepared, Unpacked | CopiedGemm):
             prepared = prepared.using(self.gemm)
         return replace(gemm, prepared=prepared)
 

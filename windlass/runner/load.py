@@ -15,6 +15,7 @@ from windlass.core.card import Choice
 from windlass.core.expert_load import check_placements, read_placements
 from windlass.core.moe import ExpertPlacement
 from windlass.errors import ConfigError
+from windlass.kernels.copied import CopiedGemm
 from windlass.kernels.experts import ExpertKernels, PreparedExperts
 from windlass.kernels.gemm import TorchGemm
 from windlass.kernels.linears import Linears
@@ -101,6 +102,11 @@ def make_blueprint(
     placements = _placements(config.parallel, hparams)
     where = choose_device(config.model)
     device = where.device
+    if config.model.dequantized_copies and device.type == "cpu":
+        raise ConfigError(
+            "--dequantized-copies is for GPUs: on a CPU, packed weights are as fast for many rows. Leave "
+            "the flag out."
+        )
     threads = choose_threads(config.model, claimed_cpus(config.parallel))
     workers = workers or Workers(threads.count, cpus=threads.cpus)
     dtype, dtype_choice = choose_dtype(config.model, hparams, device)
@@ -124,6 +130,7 @@ def make_blueprint(
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
         w4a8=config.model.quantization == "w4a8",
+        copies=config.model.dequantized_copies,
         workers=workers,
     )
     methods = choose_methods(config.model, hparams, checkpoint=checkpoint, linears=linears)
@@ -228,6 +235,7 @@ def load_network(
         _check_same_weights(config.model, parts.device, weights)
         share_weights(network, weights.network, linears=blueprint.linears, experts=parts.experts)
     network.check()
+    check_copies(config.model, network)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
@@ -354,6 +362,19 @@ def _why_not_batch_invariant(layers: list[Linear], experts: list[PreparedExperts
                     "depends on the batch"
                 )
     return None
+
+
+def check_copies(config: ModelConfig, network: Network) -> None:
+    """Raise ConfigError if copies of weights are wanted and there are none."""
+    if not config.dequantized_copies:
+        return
+    stored = [each for each in network.modules() if isinstance(each, StoredWeight)]
+    if not any(isinstance(gemm.prepared, CopiedGemm) for each in stored for gemm in each.gemms):
+        forms = {gemm.form for each in stored for gemm in each.gemms} or {"not quantised"}
+        raise ConfigError(
+            "--dequantized-copies is for linear layers of 4- and 8-bit integers, with activations of 16 "
+            f"bits, on a GPU; this model's weights are: {', '.join(sorted(forms))}. Leave the flag out."
+        )
 
 
 def memory(layers: Sequence[StoredWeight]) -> list[Choice]:

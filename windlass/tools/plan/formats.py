@@ -129,6 +129,7 @@ def _linears(config: ModelConfig, target: Target, dtype: torch.dtype) -> Linears
         plain=config.plain_kernels or not target.present,
         reference=config.dtype == "float32",
         w4a8=config.quantization == "w4a8",
+        copies=config.dequantized_copies,
     )
 
 
