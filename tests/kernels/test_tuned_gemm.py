@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 
@@ -17,7 +18,9 @@ from windlass.kernels.lora import Lora, ReferenceLora, Stacks
 from windlass.kernels.triton import gemm as module
 from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.skinny import Tiling
+from windlass.kernels.triton.tiling_cache import TilingCache, open_tiling_cache
 from windlass.lora.start import _run_with_lora
+from windlass.measurement_cache import MeasurementCache
 
 SHAPE = (192, 128)
 
@@ -154,3 +157,64 @@ def test_ranks_take_the_choices_of_the_first_for_shapes_that_it_has() -> None:
     chosen = {("linear", common, 1): Tiling(16, 2, 8), ("with a norm", common, 4): Tiling(32, 4, 3)}
     assert gemms[0]._chosen == {**chosen, ("gated", of_first, 64): Tiling(64)}
     assert gemms[1]._chosen == {**chosen, ("gated", of_second, 64): Tiling(64)}
+
+
+class CountedGemm(TunedGemm):
+    """Counts the shapes that it measures; every shape gets the same choices."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(cache=TilingCache(MeasurementCache(path)))
+        self.num_measured = 0
+
+    def _tune_shapes(self, by_shape: dict[Any, list[Tensor]]) -> None:
+        if module.is_compiling():
+            return
+        self.num_measured += len(by_shape)
+        for shape in by_shape:
+            self._chosen |= {
+                ("linear", shape, 1): Tiling(32, 4, 8),
+                ("gated", shape, 64): Tiling(64, stages=3),
+            }
+
+
+def test_a_later_start_takes_the_choices_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "gemm" / "gpu.json"
+    weights = [torch.zeros(SHAPE).bfloat16(), torch.zeros(64, 128).bfloat16()]
+    first = CountedGemm(path)
+    assert "measured now" in first.tune(weights)[1]
+    assert first.num_measured == 2
+    second = CountedGemm(path)
+    assert "measured by an earlier start" in second.tune(weights)[1]
+    assert second.num_measured == 0
+    assert second._chosen == first._chosen
+    assert len(first._chosen) == 4
+    third = CountedGemm(path)
+    third.tune([*weights, torch.zeros(32, 64).bfloat16(), weights[0].half()])
+    assert third.num_measured == 2, "a new shape, and another dtype of one"
+
+
+def test_a_cache_with_unknown_tilings_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "gemm" / "gpu.json"
+    weights = [torch.zeros(SHAPE).bfloat16()]
+    CountedGemm(path).tune(weights)
+    kept = path.read_text()
+    for broken in (kept.replace("32, 4, 8", "4096, 4, 8"), kept.replace("32, 4, 8", "[]"), "{"):
+        assert broken != kept
+        path.write_text(broken)
+        gemm = CountedGemm(path)
+        gemm.tune(weights)
+        assert gemm.num_measured == 1
+        assert path.read_text() == kept
+
+
+def test_the_cache_is_of_one_gpu_and_of_the_kernels_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+    names = ["a GPU", "another GPU", "a GPU", "a GPU"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: names.pop(0))
+    sources = iter(["1", "1", "1", "2"])
+    monkeypatch.setattr("windlass.kernels.triton.tiling_cache._sources", lambda: next(sources))
+    paths = [open_tiling_cache(torch.device("cuda"))._file._path for _ in range(4)]
+    assert paths[0] == paths[2]
+    assert len(set(paths)) == 3

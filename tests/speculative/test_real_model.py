@@ -13,10 +13,10 @@ from windlass.config import EngineConfig
 from windlass.core.speculation import governor
 from windlass.core.speculation.costs import Costs, StepCosts
 from windlass.core.types import SlotInit
+from windlass.measurement_cache import MeasurementCache
 from windlass.runner.sampler import Sampler
 from windlass.runner.verify import SampleRequest, verify
 from windlass.speculative import setup
-from windlass.speculative.measurement_cache import MeasurementCache
 
 TEXT = "Two boats lay at the pier, and a gull walked along the rail."
 MESSAGES = [{"role": "user", "content": f"Repeat the following text exactly: {TEXT}"}]

@@ -17,6 +17,7 @@ from windlass.core.speculation.costs import Costs, DraftCosts, StepCosts
 from windlass.core.speculation.governor import Governor
 from windlass.core.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, EngineError
+from windlass.measurement_cache import MeasurementCache
 from windlass.models.dummy import ByteTokenizer
 from windlass.models.source import resolve
 from windlass.runner import load as loading
@@ -26,7 +27,6 @@ from windlass.speculative.auto import detect_method, resolve_auto
 from windlass.speculative.draft_model import compare_vocabularies
 from windlass.speculative.exits import candidate_layers
 from windlass.speculative.measure import SpotCheck
-from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative_config import SpecName
 
 SOME = Costs(

@@ -18,12 +18,12 @@ from windlass.core.speculation import governor
 from windlass.core.speculation.costs import Costs, StepCosts
 from windlass.errors import CheckpointError, ConfigError, UnsupportedError
 from windlass.kernels.batch import Heads
+from windlass.measurement_cache import MeasurementCache
 from windlass.models.eagle import EagleNorms
 from windlass.runner.drafter import DrafterInputs
 from windlass.speculative import setup
 from windlass.speculative.auto import resolve_auto
 from windlass.speculative.eagle import EagleDrafter
-from windlass.speculative.measurement_cache import MeasurementCache
 from windlass.speculative.speculators import NORMS
 from windlass.tools.train_draft.eagle import EagleModule, EagleShape, Norm, UnrolledKV
 

@@ -396,10 +396,10 @@ def _gemm(ops: Ops, sharing: Group, device: torch.device) -> TorchGemm:
     if not ops.is_triton:
         return TorchGemm()
     from windlass.kernels.triton.gemm import TunedGemm
+    from windlass.kernels.triton.tiling_cache import open_tiling_cache
 
-    if sharing.size == 1:
-        return TunedGemm()
-    return TunedGemm(partial(first_numbers, sharing, device=device))
+    agree = None if sharing.size == 1 else partial(first_numbers, sharing, device=device)
+    return TunedGemm(agree, open_tiling_cache(device))
 
 
 def _longest(config: EngineConfig, hparams: HParams) -> tuple[int, Choice]:

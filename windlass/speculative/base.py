@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from windlass.config import EngineConfig, Limits
 from windlass.core.card import Capacity
 from windlass.core.types import Draft, Row, RowResult, SlotId, SlotInit, StepPlan
+from windlass.measurement_cache import MeasurementCache
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
-from windlass.speculative.measurement_cache import MeasurementCache
 
 if TYPE_CHECKING:
     from windlass.kernels.storages import Held

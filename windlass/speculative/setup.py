@@ -11,6 +11,7 @@ from windlass.config import EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.speculation.costs import Costs
 from windlass.core.speculation.facts import ProposerTraits, SpeculationFacts
+from windlass.measurement_cache import MeasurementCache
 from windlass.models.hparams import HParams
 from windlass.models.source import ModelFiles
 from windlass.speculative.base import (
@@ -22,7 +23,6 @@ from windlass.speculative.base import (
 from windlass.speculative.early_exit import EarlyExitLoader
 from windlass.speculative.measure import MeasureLimits, measure, spot_check
 from windlass.speculative.measurement_cache import (
-    MeasurementCache,
     machine_load,
     open_measurement_cache,
 )

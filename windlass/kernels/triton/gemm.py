@@ -19,6 +19,8 @@ from windlass.kernels.triton import skinny, wide
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.precompile import compiling, is_compiling
 from windlass.kernels.triton.skinny import Tiling
+from windlass.kernels.triton.tiling_cache import TilingCache
+from windlass.measurement_cache import MeasurementCache
 
 _TILINGS = [
     *[Tiling(16, stages=8), Tiling(32, stages=8), Tiling(32), Tiling(64)],
@@ -32,6 +34,7 @@ _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
 _NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(32, 4)]
+_KNOWN = frozenset([*_TILINGS, *_SMALL, *_GATED, *_MANY_ROWS, *_MANY_GATED, *_NORMED])
 _FEW_ROWS = 16
 _MAX_NORM_ROWS = 8  # one program normalises all of them
 _BATCH_INVARIANT = Tiling(64)  # K is not split, so it is summed in order
@@ -57,17 +60,25 @@ _Key = tuple[str, Shape, int]
 class TunedGemm(TorchGemm):
     """Owns the tilings chosen by shape and row count, and the workspace of split-K GEMMs."""
 
-    def __init__(self, agree: Callable[[list[int]], list[int]] | None = None) -> None:
-        """`agree`: returns the numbers of one rank on all ranks that share layers; None: one rank."""
+    def __init__(
+        self,
+        agree: Callable[[list[int]], list[int]] | None = None,
+        cache: TilingCache | None = None,
+    ) -> None:
+        """`agree`: returns the numbers of one rank on all ranks that share layers; None: one rank.
+
+        `cache`: choices of earlier starts; None: every start measures.
+        """
         super().__init__()
         self._agree = agree
+        self._cache = cache or TilingCache(MeasurementCache())
         self._chosen: dict[_Key, Tiling] = {}
         self._measured: set[Shape] = set()
         self._measured_overlapped: set[Shape] = set()
         self._space: skinny.Workspace | None = None
 
     def twin(self) -> TunedGemm:
-        twin = TunedGemm()
+        twin = TunedGemm(cache=self._cache)
         twin._chosen = dict(self._chosen)
         twin._measured = set(self._measured)
         if self._space is not None:
@@ -124,7 +135,7 @@ class TunedGemm(TorchGemm):
 
     @torch.inference_mode()
     def tune(self, weights: Iterable[Tensor]) -> tuple[str, str]:
-        """Time every candidate on every new shape, with weights that are not in the cache."""
+        """Choose for every new shape: as an earlier start did, or by timing every candidate."""
         by_shape: dict[Shape, list[Tensor]] = defaultdict(list)
         for weight in weights:
             if _supports(weight) and tuple(weight.shape) not in self._measured:
@@ -135,15 +146,39 @@ class TunedGemm(TorchGemm):
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
             self._space = _workspace(device)
-        with compiling():  # one after the other, dozens of tilings take most of a first start
-            self._tune_shapes(by_shape)
-        self._tune_shapes(by_shape)
+        unknown = {shape: group for shape, group in by_shape.items() if not self._recall(group)}
+        if unknown:
+            with compiling():  # one after the other, dozens of tilings take most of a first start
+                self._tune_shapes(unknown)
+            self._tune_shapes(unknown)
         self._measured.update(by_shape)
         self._adopt()
+        for group in unknown.values():
+            self._keep(group)
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         of = f"of {len(_MEASURED_AT) * len(self._measured)} shapes and batch sizes"
-        return f"skinny for {chosen or 'none'} {of}", "measured here; cuBLAS for the rest"
+        reason = "measured now" if unknown else "measured by an earlier start"
+        if self._cache.problem is not None:
+            reason += f" ({self._cache.problem})"
+        return f"skinny for {chosen or 'none'} {of}", f"{reason}; cuBLAS for the rest"
+
+    def _recall(self, group: list[Tensor]) -> bool:
+        """Take the choices of an earlier start for weights of one shape; False: there are none."""
+        found = self._cache.find(group, _KNOWN)
+        if found is None:
+            return False
+        shape = tuple(group[0].shape)
+        self._chosen |= {(kind, shape, rows): tiling for (kind, rows), tiling in found.items()}
+        return True
+
+    def _keep(self, group: list[Tensor]) -> None:
+        """Keep the choices for weights of one shape for later starts."""
+        chosen = self._chosen.items()
+        self._cache.keep(
+            group,
+            {(kind, n): each for (kind, shape, n), each in chosen if shape == group[0].shape},
+        )
 
     @torch.inference_mode()
     def tune_overlapped(self, weights: Sequence[tuple[Tensor, OverlappedGemm]]) -> None:

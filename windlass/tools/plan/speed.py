@@ -17,7 +17,7 @@ import torch
 
 from windlass.folders import cache_dir, check_private
 from windlass.kernels.native.compiled import cpu_identity
-from windlass.speculative.measurement_cache import MeasurementCache
+from windlass.measurement_cache import MeasurementCache
 from windlass.tools.common.device import read_bandwidth, synchronise
 
 # Defaults until the steps of a model are measured on this machine: the share of the read bandwidth

@@ -18,13 +18,14 @@ from windlass.config import AUTO, CacheConfig, EngineConfig, Limits, SchedulerCo
 from windlass.core.card import Capacity
 from windlass.errors import ConfigError, UnsupportedError, file_errors
 from windlass.layers.linear import Linear
+from windlass.measurement_cache import MeasurementCache
 from windlass.models.card import open_checkpoint
 from windlass.models.network import block_size_of, kv_layout
 from windlass.runner.assemble import make_runner
 from windlass.runner.device import choose_device, choose_threads, size_cache
 from windlass.runner.kv_copies import reserved_bytes
 from windlass.runner.load import load_network
-from windlass.speculative.measurement_cache import MeasurementCache, open_measurement_cache
+from windlass.speculative.measurement_cache import open_measurement_cache
 from windlass.tools.common.device import num_weights, traffic_of
 from windlass.tools.plan.calibrate import CalibrationLimits, calibrate
 from windlass.tools.plan.cost_model import CostModel
