@@ -56,13 +56,25 @@ class BuildLog:
 
     choices: list[Choice] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)  # phases, each inside the one before
+    _since: float = 0.0  # when the last phase began or ended
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Log a phase. The time of one inside another counts for the inner one only."""
         start_log.info(name)
-        start = time.perf_counter()
+        self._count()
+        self._open.append(name)
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self._count()
+        self._open.pop()
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            name = self._open[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
     def split_off(self, name: str, seconds: float, whole: str) -> None:
         """Make a phase of the part of `whole` that took `seconds`; 0: there was none."""
@@ -121,7 +133,9 @@ def build_rank(
         open_directory(config.cache.prefix_cache_dir)  # refuse a bad one before minutes of loading
     with log.phase("load weights"):
         checkpoint = open_checkpoint(files, config.model)
-        weights = load_network(config, hparams, checkpoint, weights=weights, mesh=mesh)
+        weights = load_network(
+            config, hparams, checkpoint, weights=weights, mesh=mesh, phase=log.phase
+        )
     log.split_off("compile CPU kernels", weights.parts.workers.compile_s, "load weights")
     if config.lora.enable_lora:
         from windlass.lora.packing import compiled_code
@@ -143,6 +157,7 @@ def build_rank(
             limits=limits,
             beside=speculation.token_bytes,
             pooler=pooler,
+            phase=log.phase,
         )
         made = replace(made, drafter_kv=speculation.make_kv(made.capacity))
     if adapters is not None:

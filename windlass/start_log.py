@@ -5,9 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 start_log = logging.getLogger("windlass.start")
+
+# Opens a phase of the start by its name.
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """A phase without a log and a clock."""
+    del name
+    return nullcontext()
 
 
 @contextmanager

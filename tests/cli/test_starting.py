@@ -86,3 +86,15 @@ def test_compiling_is_a_phase_of_its_own(caplog: pytest.LogCaptureFixture) -> No
         pass
     assert list(log.seconds) == ["import torch", "compile CPU kernels", "load weights", "KV cache"]
     assert caplog.messages == ["KV cache"]
+
+
+def test_a_phase_inside_another_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 15.0, 16.0, 18.0, 18.5])
+    monkeypatch.setattr("windlass.build_rank.time.perf_counter", lambda: next(times))
+    log = BuildLog()
+    with log.phase("KV cache"):
+        with log.phase("compile kernels"):
+            pass
+        with log.phase("capture CUDA graphs"):
+            pass
+    assert log.seconds == {"KV cache": 2.5, "compile kernels": 4.0, "capture CUDA graphs": 2.0}

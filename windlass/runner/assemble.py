@@ -42,6 +42,7 @@ from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
 from windlass.runner.warmup import warmup_plans
+from windlass.start_log import Phase, untimed
 
 # Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
@@ -98,6 +99,7 @@ def make_runner(
     beside: int = 0,
     one_table: bool = False,
     pooler: Pooler | None = None,
+    phase: Phase = untimed,
 ) -> Assembled:
     """Size and allocate the KV cache after the weights are loaded, and build the runner.
 
@@ -125,6 +127,7 @@ def make_runner(
         limits=limits,
         kv_format=kv_format,
         pooler=pooler,
+        phase=phase,
     )
     reserved = builder.measure() if parts.device.type == "cuda" else {}
     stage = stage_layout(layout, parts)
@@ -151,7 +154,8 @@ def make_runner(
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
         capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
     check_cache_fits(config.cache, capacity, device=parts.device, reserved=sum(reserved.values()))
-    runner, cache = builder.make(capacity.num_blocks, lazy=builder.captures_lazily())
+    with phase("capture CUDA graphs" if parts.device.type == "cuda" else "record steps"):
+        runner, cache = builder.make(capacity.num_blocks, lazy=builder.captures_lazily())
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = layout.max_tokens(capacity.num_blocks, in_flight, max_model_len)
@@ -209,8 +213,10 @@ class _RunnerBuilder:
         limits: Limits,
         kv_format: KVFormat,
         pooler: Pooler | None = None,
+        phase: Phase = untimed,
     ) -> None:
         self._config = config
+        self._phase = phase
         self._pooler = pooler or Pooler()
         self._hparams = hparams
         self._loaded = loaded
@@ -376,13 +382,16 @@ class _RunnerBuilder:
         parts = self._loaded.parts
         if not parts.ops.is_triton:
             return {}
-        self._compile()
-        activations = self._measure_eager()
-        before = _free_after_sync(parts.device)
-        runner, _ = self.make(1, splits=False)
-        graphs = before - _free_after_sync(parts.device)
-        del runner
-        _free_after_sync(parts.device)
+        with self._phase("compile kernels"):
+            self._compile()
+        with self._phase("run the largest steps"):
+            activations = self._measure_eager()
+        with self._phase("measure CUDA graphs"):
+            before = _free_after_sync(parts.device)
+            runner, _ = self.make(1, splits=False)
+            graphs = before - _free_after_sync(parts.device)
+            del runner
+            _free_after_sync(parts.device)
         return {"graphs": max(0, graphs), "activations": activations}
 
     def _compile(self) -> None:

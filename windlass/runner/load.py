@@ -53,6 +53,7 @@ from windlass.runner.device import (
     kv_dtype,
     whole_bytes,
 )
+from windlass.start_log import Phase, untimed
 
 # Options that decide how weights are stored and multiplied.
 _WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
@@ -216,6 +217,7 @@ def load_network(
     weights: Loaded | None = None,
     workers: Workers | None = None,
     mesh: Mesh | None = None,
+    phase: Phase = untimed,
 ) -> Loaded:
     """Build the network and load its weights, or this rank's shards of them.
 
@@ -251,7 +253,8 @@ def load_network(
         combines = [each for each in network.modules() if isinstance(each, ExpertCombine)]
         choices += dict.fromkeys(each.choice for each in combines)
     if plain and (parts.mesh.world.size == 1 or parts.device.type == "cuda"):
-        choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
+        with phase("choose GEMM kernels"):
+            choices.append(Choice("GEMM", *blueprint.linears.gemm.tune(plain)))
     return Loaded(
         config=config.model,
         network=network,
