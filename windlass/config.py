@@ -69,7 +69,7 @@ class ModelConfig:
     quantize_head: bool = option(False, "With --quantization: quantise the LM head too.")
     dequantized_copies: bool = option(
         False,
-        "On a GPU, keep a 16-bit copy of 4- and 8-bit weights for steps of more than 128 tokens: faster, for "
+        "On a GPU, keep a 16-bit copy of 4- and 8-bit weights for steps of more than 64 tokens: faster, for "
         "2 bytes of memory per weight.",
     )
     device: Device = option("auto", "Device to run on.")

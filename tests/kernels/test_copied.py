@@ -56,6 +56,9 @@ def test_many_rows_read_the_copy(scheme: str) -> None:
     assert gemm.rows == many
     assert held.prepared.num_bytes == plain.prepared.num_bytes + 4 * form.shape[0] * form.shape[1]
 
+    assert held.prepared.read_bytes(MAX_PACKED_ROWS) == plain.prepared.num_bytes
+    assert held.prepared.read_bytes(300) == 4 * form.shape[0] * form.shape[1]
+
     other = CountingGemm()
     shared = Linears(CPU, torch.float32, other, plain=True, copies=True).share(held)
     shared.prepared.apply(torch.randn(300, 128))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from windlass.core.moe import Routing
+from windlass.kernels.copied import CopiedGemm
 from windlass.kernels.native.pool import Workers
 from windlass.layers.linear import Linear
 from windlass.layers.moe import Experts
@@ -33,11 +34,13 @@ class Traffic:
     kv_bytes_per_token: float
     expert_bytes: int = 0
     routing: Routing | None = None  # of the experts
+    copied: tuple[CopiedGemm, ...] = ()  # a step reads either the packed weight or the copy
 
     def step_bytes(self, mean_kv: float, num_rows: int) -> float:
         """Bytes of one step; `mean_kv` is the number of KV tokens read over all rows."""
         share = 0.0 if self.routing is None else self.routing.share_read(num_rows)
         read = self.weight_bytes + share * self.expert_bytes
+        read -= sum(each.num_bytes - each.read_bytes(num_rows) for each in self.copied)
         return read + mean_kv * self.kv_bytes_per_token
 
 
@@ -49,11 +52,14 @@ def traffic_of(network: Network, kv_bytes_per_token: float) -> Traffic:
     """Count all weights but a separate embedding table, of which a step reads only a few rows."""
     experts = [module for module in network.modules() if isinstance(module, Experts)]
     expert_bytes = sum(each.num_bytes for each in experts)
+    linears = [module for module in network.modules() if isinstance(module, Linear)]
+    prepared = [gemm.prepared for linear in linears for gemm in linear.gemms]
     return Traffic(
         weight_bytes=network.weight_bytes - network.table_bytes - expert_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
         expert_bytes=expert_bytes,
         routing=experts[0].routing if experts else None,
+        copied=tuple(each for each in prepared if isinstance(each, CopiedGemm)),
     )
 
 
