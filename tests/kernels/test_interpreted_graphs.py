@@ -86,10 +86,11 @@ class Arrived:
 
 
 class FakeBackend:
-    """Replays a graph by computing it again into the same outputs."""
+    """Replays a graph by computing it again into the same outputs, and overwrites those of all others."""
 
     def __init__(self) -> None:
         self.num_replays = 0
+        self._outputs: list[tuple[Tensor, ...]] = []
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32)
@@ -99,17 +100,18 @@ class FakeBackend:
 
     def capture(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         outputs = compute()
+        self._outputs.append(outputs)
 
         def replay() -> None:
             self.num_replays += 1
-            for old, new in zip(tensors(outputs), tensors(compute()), strict=True):
+            found = compute()
+            for others in self._outputs:
+                for each in others:
+                    each.fill_(-1)
+            for old, new in zip(outputs, found, strict=True):
                 old.copy_(new)
 
         return replay, outputs
-
-
-def tensors(outputs: Any) -> list[Tensor]:
-    return list(outputs) if isinstance(outputs, tuple) else [outputs.logits, outputs.back]
 
 
 class ToyNetwork:
@@ -344,7 +346,10 @@ def eager_runner() -> Runner:
 
 
 def graph_runner(
-    max_draft_tokens: int = 0, num_groups: int = 1, lazy: bool = False, **options: Any
+    max_draft_tokens: int = 0,
+    num_groups: int = 1,
+    at_start: graphs.AtStart = graphs.AtStart.ALL,
+    **options: Any,
 ) -> tuple[Runner, FakeBackend]:
     """`options`: network and pipeline of a stage."""
     from windlass.runner.device_sampler import DeviceSampler, SamplingKernels
@@ -370,7 +375,7 @@ def graph_runner(
     slots, stage = parts.slots, GraphStage(parts, max_tokens=32, backend=backend)
     executors: list[Executor] = [
         DecodeGraphs(
-            decode_forward(parts, stage, metadata), stage, slots, max_rows=SLOTS, lazy=lazy
+            decode_forward(parts, stage, metadata), stage, slots, max_rows=SLOTS, at_start=at_start
         ),
         MixedGraphs(
             MixedForward(parts, stage, metadata),
@@ -379,7 +384,7 @@ def graph_runner(
             tile=8,
             sizes=[32],
             draft_length=max_draft_tokens,
-            lazy=lazy,
+            at_start=at_start,
         ),
         EagerExecutor(parts, metadata),
     ]
@@ -546,7 +551,7 @@ def test_graphs_that_are_captured_later_change_no_token(
     monkeypatch.setattr(graphs, "_PATIENCE", 3)
     params = [replace(each, max_tokens=3 + 7 * i) for i, each in enumerate(2 * CASES[name])]
     want = tokens_of(generate(Counting(eager_runner()), params, overlap=overlap))
-    runner, _ = graph_runner(lazy=True)
+    runner, _ = graph_runner(at_start=graphs.AtStart.SPREAD)
     counting = Capturing(runner)
     assert tokens_of(generate(counting, params, overlap=overlap)) == want
     assert counting.num_captured == 1
@@ -682,7 +687,7 @@ def test_executors_name_all_their_buffers() -> None:
     """Except for the network's, the cache's, and the outputs of graphs, which lie in the graphs' pool."""
     runner, _ = graph_runner(max_draft_tokens=3)
     parts: Any = runner._parts
-    owners = [parts.slots, parts.sampling, *runner._executors]
+    owners = [parts.slots, parts.sampling, *runner.executors]
     named = {tensor.data_ptr() for owner in owners for _, tensor in owner.storages()}
     apart = ("._graphs.", ".network.", ".cache.")
     found = {

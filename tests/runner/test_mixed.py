@@ -193,7 +193,6 @@ def test_large_graphs_refuse_what_small_ones_take(monkeypatch: pytest.MonkeyPatc
         tile=TILE,
         sizes=mixed_sizes(4096, 4096),
         draft_length=3,
-        lazy=False,
     )
     drafter: Any = None
     graphs.attach(drafter)

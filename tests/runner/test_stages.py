@@ -59,7 +59,7 @@ def test_stages_give_the_tokens_of_the_whole_network(name: str, folder: Path) ->
     with staged(config_of(folder, 3, **OPTIONS[name]), 3) as (built, runners):
         assert run(built, PROMPTS) == want
         used = "program" if name in ("recorded", "int8") else "eager"
-        assert [runner._executors[0].name for runner in runners] == [used] * 3
+        assert [runner.executors[0].name for runner in runners] == [used] * 3
         assert built.engine.stats().executors.keys() == {used}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,10 +21,13 @@ from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
 from windlass.models.network import Parts, rank_heads
 from windlass.parallel.groups import least
+from windlass.runner.cuda.graph_memory import bytes_of_others
+from windlass.runner.cuda.graphs import AtStart
 from windlass.runner.device import (
     KVFormat,
     check_cache_fits,
     check_tables_fit,
+    gib,
     other_processes_bytes,
     resident_bytes,
     size_cache,
@@ -42,7 +46,7 @@ from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
 from windlass.runner.warmup import warmup_plans
-from windlass.start_log import Phase, untimed
+from windlass.start_log import Phase, start_log, untimed
 
 # Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
@@ -154,8 +158,7 @@ def make_runner(
         reason = f"the fewest of all ranks, less than here: {capacity.reason}"
         capacity = replace(capacity, num_blocks=num_blocks, reason=reason)
     check_cache_fits(config.cache, capacity, device=parts.device, reserved=sum(reserved.values()))
-    with phase("capture CUDA graphs" if parts.device.type == "cuda" else "record steps"):
-        runner, cache = builder.make(capacity.num_blocks, lazy=builder.captures_lazily())
+    runner, cache = builder.make_measured(capacity.num_blocks, reserved)
     max_model_len = parts.max_positions
     if config.model.max_model_len == AUTO:
         max_model_len = layout.max_tokens(capacity.num_blocks, in_flight, max_model_len)
@@ -243,13 +246,12 @@ class _RunnerBuilder:
         num_blocks: int,
         cache: KVCache | None = None,
         *,
-        captures: bool = True,
-        lazy: bool = False,
+        at_start: AtStart | None = AtStart.ALL,
         splits: bool = True,
     ) -> tuple[Runner, KVCache]:
         """A runner with `num_blocks` KV blocks, and its cache.
 
-        `captures`: steps are captured where they can be; `lazy`: some of them later. `splits`: some
+        `at_start`: the steps that are captured now, where they can be; None: none ever. `splits`: some
         steps may be split over the ranks.
         """
         parts = self._loaded.parts
@@ -284,8 +286,21 @@ class _RunnerBuilder:
             coarse_prompts=self._rounds_coarsely(),
             sequence_parallel=self._sequence_parallel if splits else None,
         )
-        executors = self._executors(runner_parts, captures=captures, lazy=lazy)
+        executors = self._executors(runner_parts, at_start)
         return Runner(runner_parts, executors), cache
+
+    def make_measured(self, num_blocks: int, reserved: dict[str, int]) -> tuple[Runner, KVCache]:
+        """The runner that serves. Replaces the estimate for the graphs in `reserved` by their bytes."""
+        at_start, device = self.sizes_at_start(), self._loaded.parts.device
+        if "graphs" not in reserved:
+            with self._phase("record steps"):
+                return self.make(num_blocks, at_start=at_start)
+        with self._phase("capture CUDA graphs"):
+            before = _free_after_sync(device)
+            runner, cache = self.make(num_blocks, at_start=at_start)
+            used = before - _free_after_sync(device) - cache.num_bytes
+        reserved["graphs"] = _graph_bytes(used, reserved["graphs"], at_start)
+        return runner, cache
 
     def _sampling(self, slots: SlotTables) -> Sampling:
         ops, vocab_size = self._loaded.parts.ops, self._hparams.vocab_size
@@ -297,7 +312,7 @@ class _RunnerBuilder:
         )
         return HostSampling(sampler, slots)
 
-    def _executors(self, parts: RunnerParts, *, captures: bool, lazy: bool) -> list[Executor]:
+    def _executors(self, parts: RunnerParts, at_start: AtStart | None) -> list[Executor]:
         """The executors of this device, the fastest first."""
         if self._loaded.parts.ops.is_triton:
             from windlass.runner.cuda.executors import cuda_executors
@@ -311,18 +326,18 @@ class _RunnerBuilder:
                     rank_heads(hparams, mesh, layer).num_kv for layer in range(hparams.num_layers)
                 ),
                 latent=hparams.mla is not None,
-                max_rows=self._limits.max_num_seqs if captures and self._why_eager is None else 0,
+                max_rows=self._limits.max_num_seqs,
                 max_tokens=self._limits.max_num_batched_tokens,
                 launch_bound=self._launch_bound,
                 max_draft_tokens=0 if speculation.spec == "none" else speculation.max_draft_tokens,
-                lazy=lazy,
+                at_start=at_start if self._why_eager is None else None,
             )
         return [*self._program(parts), EagerExecutor(parts, ReferenceMetadata(parts.slots))]
 
-    def captures_lazily(self) -> bool:
-        """Whether some graphs are captured later, while the engine is idle; adds a start-up line."""
+    def sizes_at_start(self) -> AtStart:
+        """Which graphs are captured at start; the others are while the engine is idle. Adds a start-up line."""
         if not self._config.model.lazy_capture:
-            return False
+            return AtStart.ALL
         parts, flag = self._loaded.parts, "--lazy-capture"
         value, why = "some sizes at start, the others while idle", flag
         if not parts.ops.is_triton or self._why_eager is not None:
@@ -330,7 +345,7 @@ class _RunnerBuilder:
         elif parts.mesh.world.size > 1:
             value, why = "all at start", f"ranks capture together, so {flag} has no effect"
         self.choices.append(Choice("CUDA graphs", value, why))
-        return why == flag
+        return AtStart.SPREAD if why == flag else AtStart.ALL
 
     @property
     def _why_eager(self) -> str | None:
@@ -387,12 +402,19 @@ class _RunnerBuilder:
         with self._phase("run the largest steps"):
             activations = self._measure_eager()
         with self._phase("measure CUDA graphs"):
-            before = _free_after_sync(parts.device)
-            runner, _ = self.make(1, splits=False)
-            graphs = before - _free_after_sync(parts.device)
-            del runner
-            _free_after_sync(parts.device)
-        return {"graphs": max(0, graphs), "activations": activations}
+            graphs = self._measure_graphs()
+        return {"graphs": graphs, "activations": activations}
+
+    def _measure_graphs(self) -> int:
+        """An upper estimate of the bytes of all graphs: the largest and a few others are captured."""
+        free = partial(_free_after_sync, self._loaded.parts.device)
+        before = free()
+        runner, _ = self.make(1, at_start=AtStart.ENDS, splits=False)
+        others = bytes_of_others(runner.executors, free)
+        graphs = before - free() + others
+        del runner
+        free()
+        return max(0, graphs)
 
     def _compile(self) -> None:
         """Compile the kernels of all steps in parallel, unless the cache has those of the largest.
@@ -428,7 +450,7 @@ class _RunnerBuilder:
 
     def _eager_runner(self) -> Runner:
         """A runner without captured graphs. Steps split over ranks would need less memory."""
-        return self.make(1, captures=False, splits=False)[0]
+        return self.make(1, at_start=None, splits=False)[0]
 
     def _warmup_plans(self) -> list[StepPlan]:
         return warmup_plans(
@@ -467,6 +489,17 @@ def _timed(runner: Runner, plan: StepPlan) -> tuple[float, float]:
     pending.wait()
     torch.cuda.synchronize()
     return launched, time.perf_counter() - start
+
+
+def _graph_bytes(used: int, estimate: int, at_start: AtStart) -> int:
+    """The bytes of the graphs: those in use after a start, or the estimate if others are captured later."""
+    if used > estimate:
+        start_log.warning(
+            "the CUDA graphs take %s, %s more than was left for them beside the KV cache. If a step runs "
+            "out of memory, lower --memory-share.",
+            *(gib(used), gib(used - estimate)),
+        )
+    return max(0, used) if at_start is AtStart.ALL else max(used, estimate)
 
 
 def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:

@@ -88,6 +88,11 @@ class Executor(ABC):
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Start a step that `refuses` accepted. The runner has applied its plan to the slots."""
 
+    @property
+    def num_missing(self) -> int:
+        """Graphs that `capture_next` has left to capture."""
+        return 0
+
     def capture_next(self) -> bool:
         """Capture a graph that was left for later; False: there is none. No step may be in flight."""
         return False

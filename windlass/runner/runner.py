@@ -33,7 +33,7 @@ class Runner:
     def __init__(self, parts: RunnerParts, executors: Sequence[Executor]) -> None:
         """`executors`: the fastest first; the last one never refuses."""
         self._parts = parts
-        self._executors = executors
+        self.executors = executors
         self._facts = SlotFacts(parts.coarse_prompts)
         self._drafter: Drafter | None = None
         self._bank: Bank | None = None
@@ -51,13 +51,13 @@ class Runner:
 
     def max_draft_tokens(self, requested: int, num_rows: int) -> int:
         """Max draft tokens per row that a captured graph covers."""
-        limits = [each.max_draft_tokens(num_rows) for each in self._executors]
+        limits = [each.max_draft_tokens(num_rows) for each in self.executors]
         return min([requested, *(limit for limit in limits if limit is not None)])
 
     @property
     def max_mixed_tokens(self) -> int:
         """Max tokens of a mixed step that a captured graph covers. Such a graph verifies no drafts."""
-        return max(each.max_mixed_tokens for each in self._executors)
+        return max(each.max_mixed_tokens for each in self.executors)
 
     def storages(self) -> Iterator[Held]:
         """All tensors of the runner and its parts."""
@@ -70,14 +70,14 @@ class Runner:
             parts.gemm,
             parts.pooler,
         )
-        for part in (*shared, *self._executors, self._bank, self._drafter, self._tiers):
+        for part in (*shared, *self.executors, self._bank, self._drafter, self._tiers):
             if part is not None:
                 yield from part.storages()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture a graph that was left for later; False: there is none. No step may be in flight."""
-        return any(each.capture_next() for each in self._executors)
+        return any(each.capture_next() for each in self.executors)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for it."""
@@ -121,13 +121,13 @@ class Runner:
         """Add a drafter, which runs in steps with a `draft_length`."""
         self._drafter = drafter
         self._facts.has_drafter = True
-        for executor in self._executors:
+        for executor in self.executors:
             executor.attach(drafter)
 
     def attach_adapters(self, bank: Bank, fetch: Callable[[str], Adapter]) -> None:
         """Add LoRA slots, which plans may fill and rows may use."""
         self._bank, self._fetch = bank, fetch
-        for executor in self._executors:
+        for executor in self.executors:
             executor.attach_adapters(bank)
 
     def attach_tiers(self, tiers: KVTiers) -> None:
@@ -142,7 +142,7 @@ class Runner:
     def _apply(self, plan: StepPlan) -> list[Row]:
         """Apply everything in the plan that comes before its rows; returns rows that got new blocks."""
         parts = self._parts
-        for executor in self._executors:
+        for executor in self.executors:
             executor.prepare(plan)
         self._put_adapters(plan)
         self._facts.apply(plan)
@@ -168,7 +168,7 @@ class Runner:
         refusals: list[tuple[str, str]] = []
         rule = self._parts.sequence_parallel
         is_split = rule is not None and rule.splits(inputs.shape)
-        for executor in self._executors:
+        for executor in self.executors:
             why = executor.refuses(inputs.shape)
             if is_split and not executor.splits_tokens:
                 why = "tokens are split over the ranks"

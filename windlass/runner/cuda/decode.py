@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windlass.kernels.batch import AdapterRows, StepBatch
 from windlass.kernels.storages import Held
-from windlass.runner.cuda.graphs import CapturedSizes, Graph, GraphSet
+from windlass.runner.cuda.graphs import AtStart, CapturedSizes, Graph, GraphSet
 from windlass.runner.cuda.metadata import LONG_CONTEXT, MAX_LONG_ROWS, DeviceMetadata
 from windlass.runner.cuda.stage import GraphStage
 from windlass.runner.eager import RunnerParts
@@ -69,16 +69,16 @@ class DecodeGraphs(Executor):
         slots: SlotTables,
         *,
         max_rows: int,
-        lazy: bool,
+        at_start: AtStart = AtStart.ALL,
     ) -> None:
-        """`max_rows`: the largest batch to capture. `lazy`: capture some sizes later."""
+        """`max_rows`: the largest batch to capture. `at_start`: the sizes to capture now."""
         self._stage = stage
         self._slots = slots
         self._padding = np.array([[0], [0], [slots.num_slots], [-1], [0]], dtype=np.int32)
-        self._sizes = CapturedSizes(graph_sizes(max_rows), lazy)
+        self._sizes = CapturedSizes(graph_sizes(max_rows), at_start)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
         self._inputs = stage.staged_inputs(5 * self._sizes.largest)
-        self._graphs: GraphSet[DecodeShape, tuple[Tensor, ...]] = GraphSet(
+        self._graphs: GraphSet[DecodeShape] = GraphSet(
             stage.backend, lambda shape: compute(shape, self._inputs.on_device)
         )
         self._max_context = slots.tables.shape[-1] * slots.size
@@ -91,12 +91,20 @@ class DecodeGraphs(Executor):
             self._capture_size(size)
         return size is not None
 
-    def _capture_size(self, size: int) -> None:
-        self._capture(DecodeShape(size))
-        if _may_be_long(size, self._max_context):
-            self._capture(DecodeShape(size, long_contexts=True))
+    @property
+    def num_missing(self) -> int:
+        return sum(len(self._shapes(size)) for size in self._sizes.missing)
 
-    def _capture(self, shape: DecodeShape) -> Graph[tuple[Tensor, ...]]:
+    def _capture_size(self, size: int) -> None:
+        for shape in self._shapes(size):
+            self._capture(shape)
+
+    def _shapes(self, size: int) -> list[DecodeShape]:
+        """The shapes of a size that are captured before a step uses them."""
+        is_long = (False, True) if _may_be_long(size, self._max_context) else (False,)
+        return [DecodeShape(size, long_contexts=each) for each in is_long]
+
+    def _capture(self, shape: DecodeShape) -> Graph:
         self._view(shape)[:] = self._padding[: shape.numbers]
         self._inputs.send(shape.numbers * shape.size)
         return self._graphs.capture(shape)

@@ -8,6 +8,7 @@ from windlass.kernels.batch import Heads
 from windlass.kernels.triton.attention import tile_tokens
 from windlass.kernels.triton.latent import decode_parts
 from windlass.runner.cuda.decode import DecodeGraphs, decode_forward
+from windlass.runner.cuda.graphs import AtStart
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.mixed import MixedForward, MixedGraphs, mixed_sizes
 from windlass.runner.cuda.stage import GraphStage
@@ -26,17 +27,17 @@ def cuda_executors(
     max_tokens: int,
     launch_bound: int,
     max_draft_tokens: int,
-    lazy: bool,
+    at_start: AtStart | None,
 ) -> list[Executor]:
     """Decode, verification and mixed graphs, then eager steps.
 
     The last of several stages verifies eagerly. The others compute draft tokens in mixed graphs.
     `heads`: the largest of all layers; `num_kv_heads`: the most that a layer has.
     `latent`: attention is MLA, whose programs share one latent among some of the heads.
-    `max_rows`: the largest decode batch to capture, 0: no graphs; `max_tokens`: of the largest step;
+    `max_rows`: the largest decode batch to capture; `max_tokens`: of the largest step;
     `launch_bound`: tokens up to which steps wait for the host's launches (see `mixed_sizes`);
-    `max_draft_tokens`: 0 if there is no speculation. `lazy`: decode and mixed graphs of some sizes are
-    captured later (`Executor.capture_next`).
+    `max_draft_tokens`: 0 if there is no speculation. `at_start`: the graphs to capture now, the others
+    are captured later (`Executor.capture_next`); None: there are no graphs.
     """
     metadata = DeviceMetadata(
         parts.slots,
@@ -47,7 +48,7 @@ def cuda_executors(
         latent=latent,
     )
     eager = EagerExecutor(parts, metadata)
-    if not max_rows:
+    if at_start is None:
         return [eager]
     sizes = mixed_sizes(max_tokens, launch_bound)
     stage = GraphStage(parts, max(max_rows, sizes[-1]))
@@ -58,10 +59,10 @@ def cuda_executors(
         tile=metadata.tile,
         sizes=sizes,
         draft_length=max_draft_tokens,
-        lazy=lazy,
+        at_start=at_start,
     )
     forward = decode_forward(parts, stage, metadata)
-    decode = DecodeGraphs(forward, stage, parts.slots, max_rows=max_rows, lazy=lazy)
+    decode = DecodeGraphs(forward, stage, parts.slots, max_rows=max_rows, at_start=at_start)
     if not max_draft_tokens or not stage.is_whole:
         return [decode, mixed, eager]
     assert stage.sampler is not None
@@ -71,5 +72,6 @@ def cuda_executors(
         parts.slots,
         max_rows=max_rows,
         max_draft_tokens=max_draft_tokens,
+        at_start=at_start,
     )
     return [decode, verify, mixed, eager]

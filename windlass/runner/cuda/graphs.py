@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from windlass.kernels.capture import garbage_kept
 from windlass.kernels.storages import Held, held
 
 Key = TypeVar("Key", bound=Hashable)
-Outputs = TypeVar("Outputs")
+Outputs = tuple[Tensor, ...]
 
 _PATIENCE = 64  # steps that use a larger graph before one of their size is captured
 
@@ -40,12 +41,16 @@ class Backend(Protocol):
         ...
 
     def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Capture `compute`. Returns its replay, and the outputs that each replay overwrites."""
+        """Capture `compute`. Returns its replay, and its outputs.
+
+        Replays of any graph of this backend overwrite the outputs: whatever reads them must be launched
+        before the next replay.
+        """
         ...
 
 
 class CudaBackend:
-    """Owns the memory pool of captured graphs."""
+    """Owns the memory pool of captured graphs, which all use the same memory, also for outputs."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -68,7 +73,31 @@ class CudaBackend:
         captured = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         with garbage_kept(), captured:
             outputs = compute()
-        return graph.replay, outputs
+        # Without an owner, the memory of the outputs is free for the next capture: logits of every size
+        # would take gigabytes. The graph keeps the pool.
+        return graph.replay, tuple(map(_unowned, outputs))
+
+
+class _Memory:
+    """Device memory that something else keeps, in the form that torch makes tensors of."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The same values at the same address, without keeping the memory."""
+    if not tensor.numel():
+        return tensor
+    storage = tensor.untyped_storage()
+    memory = _Memory(storage.data_ptr(), storage.nbytes())
+    found = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _no_replay() -> None:
@@ -88,25 +117,25 @@ class _CudaHostCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph(Generic[Outputs]):
-    """A captured graph and the buffers that its replay overwrites."""
+class Graph:
+    """A captured graph and its outputs, which replays of all graphs overwrite."""
 
     replay: Callable[[], None]
     outputs: Outputs
 
 
-class GraphSet(Generic[Key, Outputs]):
+class GraphSet(Generic[Key]):
     """Owns the captured graphs of one executor by shape. A missing graph is captured on first use."""
 
     def __init__(self, backend: Backend, compute: Callable[[Key], Outputs]) -> None:
         self._backend = backend
         self._compute = compute
-        self._graphs: dict[Key, Graph[Outputs]] = {}
+        self._graphs: dict[Key, Graph] = {}
 
-    def get(self, key: Key) -> Graph[Outputs] | None:
+    def get(self, key: Key) -> Graph | None:
         return self._graphs.get(key)
 
-    def capture(self, key: Key) -> Graph[Outputs]:
+    def capture(self, key: Key) -> Graph:
         """The graph of a shape, captured now if it does not exist."""
         graph = self._graphs.get(key)
         if graph is None:
@@ -116,23 +145,39 @@ class GraphSet(Generic[Key, Outputs]):
         return graph
 
 
+class AtStart(Enum):
+    """Which sizes of an executor are captured at start."""
+
+    ALL = "all"
+    SPREAD = "the largest, and one for each power of two"
+    ENDS = "the largest and the smallest"  # to measure how much memory graphs take
+
+
 class CapturedSizes:
     """Which sizes of an executor are captured. Steps of another size use the next larger one.
 
-    With `lazy`, some sizes are captured at start. The others are captured while the engine is idle, or
-    once enough steps would have used them: by then, padding has cost more than the capture does.
+    Sizes that are not captured at start are captured while the engine is idle, or once enough steps would
+    have used them: by then, padding has cost more than the capture does.
     """
 
-    def __init__(self, sizes: Sequence[int], lazy: bool) -> None:
+    def __init__(self, sizes: Sequence[int], at_start: AtStart) -> None:
         """`sizes`: ascending."""
         self._sizes = list(sizes)
         self.largest = self._sizes[-1]
-        first = _spread(self._sizes) if lazy else self._sizes
+        first = self._sizes
+        if at_start is AtStart.SPREAD:
+            first = _spread(self._sizes)
+        elif at_start is AtStart.ENDS:
+            first = sorted({self._sizes[0], self.largest})
         # Smaller graphs reuse the memory of larger ones.
         self.at_start = first[::-1]
         self._ready = list(first)
         self._missing = [size for size in self._sizes if size not in first]
         self._asked: Counter[int] = Counter()
+
+    @property
+    def missing(self) -> Sequence[int]:
+        return self._missing
 
     def next_missing(self) -> int | None:
         """Return the size to capture next and count it as captured; None if all are."""

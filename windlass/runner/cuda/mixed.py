@@ -29,7 +29,7 @@ from windlass.kernels.batch import (
 )
 from windlass.kernels.storages import Held
 from windlass.runner.adapters import lora_tiles
-from windlass.runner.cuda.graphs import CapturedSizes, Graph, GraphSet, StagedInputs
+from windlass.runner.cuda.graphs import AtStart, CapturedSizes, Graph, GraphSet, StagedInputs
 from windlass.runner.cuda.metadata import (
     LONG_TILE,
     MIN_LONG,
@@ -248,23 +248,23 @@ class MixedGraphs(Executor):
         tile: int,
         sizes: Sequence[int],
         draft_length: int,
-        lazy: bool,
+        at_start: AtStart = AtStart.ALL,
     ) -> None:
         """`tile`: prompt tokens per attention tile; `sizes`: token counts to capture, ascending.
 
-        `draft_length`: draft tokens per row that graphs with a drafter make. `lazy`: capture some sizes
-        later.
+        `draft_length`: draft tokens per row that graphs with a drafter make. `at_start`: the sizes to
+        capture now.
         """
         self._forward = forward
         self._stage = stage
         self._slots = slots
         self._padding = slots.num_slots  # the slot of padding rows
         self._tile = tile
-        self._sizes = CapturedSizes(sizes, lazy)
+        self._sizes = CapturedSizes(sizes, at_start)
         self._drafts = False  # whether graphs with a drafter are captured too
         self._draft_length = draft_length
         self._inputs: dict[GraphShape, StagedInputs] = {}
-        self._graphs: GraphSet[GraphShape, tuple[Tensor, ...]] = GraphSet(stage.backend, self._run)
+        self._graphs: GraphSet[GraphShape] = GraphSet(stage.backend, self._run)
         self._max_small = max(size for size in sizes if size <= _SIZES[-1])
         self.max_mixed_tokens = self._max_small - 1  # the last is padding
         for tokens in self._sizes.at_start:
@@ -278,6 +278,10 @@ class MixedGraphs(Executor):
         for tokens in self._sizes.at_start:
             if tokens <= self._max_small:
                 self._capture(self._shape(tokens, draft_length=self._draft_length))
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._sizes.missing)
 
     def capture_next(self) -> bool:
         tokens = self._sizes.next_missing()
@@ -297,7 +301,7 @@ class MixedGraphs(Executor):
             tokens=tokens, rows=rows, tile=self._tile, adapted=adapted, drafting=draft_length
         )
 
-    def _capture(self, shape: GraphShape) -> Graph[tuple[Tensor, ...]]:
+    def _capture(self, shape: GraphShape) -> Graph:
         inputs = self._staged(shape)
         graph = self._graphs.get(shape)
         if graph is None:

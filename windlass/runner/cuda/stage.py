@@ -51,7 +51,7 @@ class GraphStage:
         """The network's inputs: token ids, or a copy of the hidden states, which layers overwrite."""
         return ids if self._hidden is None else self._hidden[: len(ids)].clone()
 
-    def run(self, graph: Graph[tuple[Tensor, ...]], inputs: StepInputs) -> PendingStep:
+    def run(self, graph: Graph, inputs: StepInputs) -> PendingStep:
         """Replay a graph whose other inputs are in place."""
         count = inputs.shape.num_tokens
         if self._hidden is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from windlass.core.types import RowResult, StepPlan
 from windlass.kernels.batch import AttentionWork, StepBatch
 from windlass.kernels.storages import Held, held
-from windlass.runner.cuda.graphs import GraphSet
+from windlass.runner.cuda.graphs import AtStart, GraphSet
 from windlass.runner.cuda.metadata import DeviceMetadata
 from windlass.runner.cuda.prelaunch import LaunchedVerification, PendingVerification, Prelaunched
 from windlass.runner.device_sampler import DeviceSampler
@@ -55,14 +55,6 @@ class VerifyShape:
     width: int
     draft_length: int = 0  # draft tokens per row for the next step
     batch_invariant: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOutputs:
-    """Device outputs of a verification graph."""
-
-    logits: Tensor
-    back: Tensor  # [size, width + 1 + drafts]: samples, accepted count, next draft tokens
 
 
 class VerifyWidths:
@@ -119,7 +111,9 @@ class Forward(Protocol):
         """Drop the siblings of rows that are sampled again, which ignores siblings."""
         ...
 
-    def __call__(self, shape: VerifyShape, rows: InputRows) -> VerifyOutputs: ...
+    def __call__(self, shape: VerifyShape, rows: InputRows) -> tuple[Tensor, Tensor]:
+        """Returns logits, and [size, width + 1 + drafts]: samples, accepted count, next draft tokens."""
+        ...
 
 
 class VerifyGraphs(Executor):
@@ -135,7 +129,9 @@ class VerifyGraphs(Executor):
         *,
         max_rows: int,
         max_draft_tokens: int,
+        at_start: AtStart = AtStart.ALL,
     ) -> None:
+        """`at_start`: `ENDS` leaves all graphs but the largest and the smallest for `capture_next`."""
         self._forward = forward
         self._sampler = sampler
         self._slots = slots
@@ -143,12 +139,27 @@ class VerifyGraphs(Executor):
         self._sizes = [size for size in _SIZES if size < 2 * max_rows]
         self._rows = InputRows(sampler.device)
         self._sent: dict[tuple[int, int], Tensor] = {}
-        self._graphs: GraphSet[VerifyShape, VerifyOutputs] = GraphSet(
+        self._graphs: GraphSet[VerifyShape] = GraphSet(
             sampler.backend, lambda shape: forward(shape, self._rows)
         )
         self._prelaunched: Prelaunched | None = None
         self._ahead: Prelaunched | None = None  # the pre-launched step that equals the current plan
-        self._capture_all(draft_length=0)
+        self._missing: list[VerifyShape] = []
+        shapes = self._shapes(draft_length=0)
+        if at_start is AtStart.ENDS:
+            self._missing, shapes = shapes[1:-1], [shapes[0], shapes[-1]]
+        for shape in shapes:
+            self._capture(shape)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    def capture_next(self) -> bool:
+        if not self._missing:
+            return False
+        self._capture(self._missing.pop(0))
+        return True
 
     def max_draft_tokens(self, num_rows: int) -> int:
         if num_rows > _SIZES[-1]:
@@ -158,14 +169,17 @@ class VerifyGraphs(Executor):
     def attach(self, drafter: Drafter) -> None:
         self._forward.attach(drafter)
         for draft_length in self._widths.draft_lengths:
-            self._capture_all(draft_length)
+            for shape in self._shapes(draft_length):
+                self._capture(shape)
 
-    def _capture_all(self, draft_length: int) -> None:
-        """Capture all graphs at start, the largest first, so that no request waits for a capture."""
-        for size in reversed(self._sizes):
-            for width in reversed(self._widths.of(size)):
-                if draft_length or width > 1:
-                    self._capture(VerifyShape(size, width, draft_length))
+    def _shapes(self, draft_length: int) -> list[VerifyShape]:
+        """All shapes, the largest first. They are captured at start: no request waits for a capture."""
+        return [
+            VerifyShape(size, width, draft_length)
+            for size in reversed(self._sizes)
+            for width in reversed(self._widths.of(size))
+            if draft_length or width > 1
+        ]
 
     def _capture(self, shape: VerifyShape) -> None:
         if self._graphs.get(shape) is None:
@@ -263,7 +277,7 @@ class VerifyGraphs(Executor):
         graph = self._graphs.get(shape)
         assert graph is not None
         graph.replay()
-        logits, back = graph.outputs.logits, graph.outputs.back
+        logits, back = graph.outputs
         return LaunchedVerification(
             logits=logits,
             back=self._sampler.backend.copy_to_host(back),
@@ -345,7 +359,7 @@ class VerifyForward:
         if self._siblings is not None and slots:
             self._siblings[slots, 0] = -1
 
-    def __call__(self, shape: VerifyShape, rows: InputRows) -> VerifyOutputs:
+    def __call__(self, shape: VerifyShape, rows: InputRows) -> tuple[Tensor, Tensor]:
         from windlass.kernels.triton import verify as kernels
         from windlass.kernels.triton.typical import drafts_after
 
@@ -390,7 +404,7 @@ class VerifyForward:
                     decode_batch=self._metadata.decode_batch,
                 )
                 self._stage_next(shape, rows, drafter=drafter, found=found, kept=kept, back=back)
-        return VerifyOutputs(logits, back)
+        return logits, back
 
     def _siblings_for(self, shape: VerifyShape) -> Tensor | None:
         """The sibling table if graphs of this shape verify siblings, else None."""
