@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from windlass.kernels.triton.precompile import (
     only_compiling,
 )
 from windlass.kernels.triton.skinny import Tiling
+from windlass.runner.assemble import _RunnerBuilder
 
 
 class Hopper:
@@ -85,6 +87,45 @@ def test_whole_steps_only_compile() -> None:
     assert counts == {"compiled": 1}
     assert not found.any()
     assert not is_compiling()
+
+
+class Steps:
+    """A builder's steps: the largest launches one kernel, the others launch another."""
+
+    def __init__(self) -> None:
+        self.x, self.weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+        self.tilings = [Tiling(16, stages=2), Tiling(16, 2, 2)]
+        self.space = skinny.Workspace(self.x.device, 64, self.tilings, self.tilings)
+        self.ran: list[tuple[int, bool]] = []  # plan, and whether it was only compiled
+
+    def run(self, plan: int) -> None:
+        self.ran.append((plan, is_compiling()))
+        skinny.linear(self.x, self.weight, self.tilings[min(plan, 1)], self.space)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_cold_start_compiles_all_steps_at_once_and_a_warm_one_looks_at_the_largest() -> None:
+    builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
+    mesh = SimpleNamespace(world=SimpleNamespace(size=1))
+    builder._loaded = SimpleNamespace(parts=SimpleNamespace(mesh=mesh))
+    steps = Steps()
+    builder._warmup_plans = lambda: [0, 1, 2]
+    builder._eager_runner = lambda: steps
+    builder.make = lambda *_, **__: steps.run(3)
+    every = [(plan, True) for plan in range(4)]
+    with counted() as counts:
+        builder._compile()
+    assert steps.ran == every
+    assert counts == {"compiled": 2}
+    steps.ran.clear()
+    skinny.skinny_linear_kernel.device_caches.clear()  # a later process
+    with counted() as counts:
+        builder._compile()
+    assert steps.ran == every[:1]
+    assert counts == {"found": 1}
+    steps.ran.clear()
+    builder._compile()  # a second engine of the process
+    assert steps.ran == every[:1]
 
 
 def test_an_error_inside_a_step_that_only_compiles_leaves_launches_as_they_were() -> None:

@@ -166,14 +166,14 @@ class CountedGemm(TunedGemm):
         super().__init__(cache=TilingCache(MeasurementCache(path)))
         self.num_measured = 0
 
-    def _tune_shapes(self, by_shape: dict[Any, list[Tensor]]) -> None:
+    def _tune_groups(self, groups: Any) -> None:
         if module.is_compiling():
             return
-        self.num_measured += len(by_shape)
-        for shape in by_shape:
+        self.num_measured += len(groups)
+        for group in groups:
             self._chosen |= {
-                ("linear", shape, 1): Tiling(32, 4, 8),
-                ("gated", shape, 64): Tiling(64, stages=3),
+                ("linear", group.shape, 1): Tiling(32, 4, 8),
+                ("gated", group.shape, 64): Tiling(64, stages=3),
             }
 
 
@@ -218,3 +218,15 @@ def test_the_cache_is_of_one_gpu_and_of_the_kernels_as_they_are(
     paths = [open_tiling_cache(torch.device("cuda"))._file._path for _ in range(4)]
     assert paths[0] == paths[2]
     assert len(set(paths)) == 3
+
+
+def test_only_kinds_that_a_network_has_are_measured() -> None:
+    """Qwen3-0.6B: q, k and v; o; gate and up; down; the head."""
+    shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
+    sizes = {size for _, size in shapes}
+    kinds = [
+        module._kinds([torch.empty(shape, device="meta")] * count, sizes)
+        for shape, count in zip(shapes, (28, 28, 28, 28, 1), strict=True)
+    ]
+    normed, gated = ("linear", "with a norm"), ("linear", "gated")
+    assert kinds == [gated, normed, gated, normed, ("linear",)]

@@ -53,6 +53,8 @@ _DRAFT_LOGITS_BYTES = 64 * 2**20
 # Steps of up to so many times the tokens that the GPU computes while the host launches one are captured.
 # Measured on an H200 with Qwen3-0.6B: between two steps, the host does other work too.
 _LAUNCH_SLOWDOWN = 2
+# Seconds of a step beside which loading its kernels, as the first run does, counts for nothing.
+_LONG_STEP_S = 0.2
 # Host memory per slot and per block id in the tables of the runner and the scheduler.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
@@ -425,15 +427,21 @@ class _RunnerBuilder:
             return
         from windlass.kernels.triton.precompile import counted, only_compiling
 
-        largest, *others = self._warmup_plans()
-        with counted() as counts, only_compiling():
-            self._eager_runner().run(largest)
-        if counts["compiled"]:
+        with counted() as counts, only_compiling() as wait_for_first:
+            self._eager_runner().run(self._warmup_plans()[0])
+            wait_for_first()
+            if is_cold := bool(counts["compiled"]):  # one missed: do not wait for the slowest
+                self._launch_others()
+        if counts["compiled"] and not is_cold:  # the cache has some kernels of the largest step
             with only_compiling():
-                runner = self._eager_runner()
-                for plan in others:
-                    runner.run(plan)
-                self.make(1, splits=False)
+                self._launch_others()
+
+    def _launch_others(self) -> None:
+        """Run all kinds of steps but the largest."""
+        runner = self._eager_runner()
+        for plan in self._warmup_plans()[1:]:
+            runner.run(plan)
+        self.make(1, splits=False)
 
     def _measure_eager(self) -> int:
         """Bytes of the largest step."""
@@ -441,11 +449,10 @@ class _RunnerBuilder:
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
         plans = self._warmup_plans()
-        for plan in plans:
-            runner.run(plan)
+        seconds = [_timed(runner, plan)[1] for plan in plans]
         activations = torch.cuda.max_memory_allocated(device) - held
         self._pipeline.drain()
-        self._measure_launches(runner, plans)
+        self._measure_launches(runner, plans, seconds)
         return activations
 
     def _eager_runner(self) -> Runner:
@@ -460,15 +467,25 @@ class _RunnerBuilder:
             slot=SlotId(self._limits.max_num_seqs),
         )
 
-    def _measure_launches(self, runner: Runner, plans: Sequence[StepPlan]) -> None:
-        """Find out up to how many tokens the host launches a step slower than the GPU computes it."""
+    def _measure_launches(
+        self, runner: Runner, plans: Sequence[StepPlan], seconds: Sequence[float]
+    ) -> None:
+        """Find out up to how many tokens the host launches a step slower than the GPU computes it.
+
+        `seconds`: of the first run of each plan.
+        """
         parts = self._loaded.parts
         if parts.mesh.world.size > 1 or self._why_eager is not None:
             return
         largest, *others = plans
         launched, _ = _timed(runner, min(others, key=lambda plan: plan.num_tokens, default=largest))
-        _, computed = _timed(runner, largest)
         tokens = largest.num_tokens
+        same = [
+            took for plan, took in zip(plans, seconds, strict=True) if plan.num_tokens == tokens
+        ]
+        computed = min(same)
+        if computed < _LONG_STEP_S or len(same) == 1:
+            _, computed = _timed(runner, largest)
         self._launch_bound = int(_LAUNCH_SLOWDOWN * tokens * launched / computed)
         from windlass.runner.cuda.mixed import mixed_sizes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 
 import torch
@@ -55,6 +55,33 @@ _NUMBERS = 4 + len(fields(Tiling))  # of a choice: kind, shape, bucket and tilin
 
 Shape = tuple[int, ...]
 _Key = tuple[str, Shape, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Weights of one shape, and the kinds of GEMM that read them."""
+
+    weights: list[Tensor]
+    kinds: tuple[str, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.weights[0].shape)
+
+
+def _kinds(weights: list[Tensor], sizes: set[int]) -> tuple[str, ...]:
+    """The kinds of GEMM that weights of one shape can have. `sizes`: the inputs of all weights.
+
+    A norm follows outputs that are added to the residual stream, and the gated half of other outputs is
+    multiplied by the next weight. A single weight is an LM head, with neither.
+    """
+    outputs, kinds = weights[0].shape[0], ["linear"]
+    if len(weights) > 1:
+        if outputs in sizes and outputs <= _MAX_SPLIT_OUTPUTS:
+            kinds.append("with a norm")
+        if outputs % 2 == 0 and outputs // 2 in sizes:
+            kinds.append("gated")
+    return tuple(kinds)
 
 
 class TunedGemm(TorchGemm):
@@ -146,14 +173,16 @@ class TunedGemm(TorchGemm):
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
             self._space = _workspace(device)
-        unknown = {shape: group for shape, group in by_shape.items() if not self._recall(group)}
+        sizes = {size for _, size in (*by_shape, *self._measured)}
+        groups = [_Group(group, _kinds(group, sizes)) for group in by_shape.values()]
+        unknown = [group for group in groups if not self._recall(group)]
         if unknown:
             with compiling():  # one after the other, dozens of tilings take most of a first start
-                self._tune_shapes(unknown)
-            self._tune_shapes(unknown)
+                self._tune_groups(unknown)
+            self._tune_groups(unknown)
         self._measured.update(by_shape)
         self._adopt()
-        for group in unknown.values():
+        for group in unknown:
             self._keep(group)
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
@@ -163,22 +192,20 @@ class TunedGemm(TorchGemm):
             reason += f" ({self._cache.problem})"
         return f"skinny for {chosen or 'none'} {of}", f"{reason}; cuBLAS for the rest"
 
-    def _recall(self, group: list[Tensor]) -> bool:
-        """Take the choices of an earlier start for weights of one shape; False: there are none."""
-        found = self._cache.find(group, _KNOWN)
+    def _recall(self, group: _Group) -> bool:
+        """Take the choices of an earlier start; False: there are none."""
+        found = self._cache.find(group.weights, group.kinds, _KNOWN)
         if found is None:
             return False
-        shape = tuple(group[0].shape)
+        shape = group.shape
         self._chosen |= {(kind, shape, rows): tiling for (kind, rows), tiling in found.items()}
         return True
 
-    def _keep(self, group: list[Tensor]) -> None:
-        """Keep the choices for weights of one shape for later starts."""
+    def _keep(self, group: _Group) -> None:
+        """Keep the choices for later starts."""
         chosen = self._chosen.items()
-        self._cache.keep(
-            group,
-            {(kind, n): each for (kind, shape, n), each in chosen if shape == group[0].shape},
-        )
+        choices = {(kind, n): each for (kind, shape, n), each in chosen if shape == group.shape}
+        self._cache.keep(group.weights, group.kinds, choices)
 
     @torch.inference_mode()
     def tune_overlapped(self, weights: Sequence[tuple[Tensor, OverlappedGemm]]) -> None:
@@ -233,19 +260,19 @@ class TunedGemm(TorchGemm):
 
         self._try("overlapped", _tilings(shape, x.shape[0]), group, x, default, skinny_gemm)
 
-    def _tune_shapes(self, by_shape: dict[Shape, list[Tensor]]) -> None:
-        for shape, group in by_shape.items():
+    def _tune_groups(self, groups: Iterable[_Group]) -> None:
+        for group in groups:
             for rows in _MEASURED_AT:
-                self._tune_shape(shape, group, rows)
+                self._tune_group(group, rows)
 
-    def _tune_shape(self, shape: Shape, group: list[Tensor], rows: int) -> None:
+    def _tune_group(self, group: _Group, rows: int) -> None:
         """Measure each kind of fused GEMM against the fastest unfused version."""
-        x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
-        self._try("linear", _tilings(shape, rows), group, x, lambda w: linear(x, w), self._skinny)
-        if len(group) == 1:  # the LM head: no norm follows it, and it is not gated
-            return
-        if rows <= _MAX_NORM_ROWS and shape[0] <= _MAX_SPLIT_OUTPUTS:
-            residual, gains = x.new_zeros((rows, shape[0])), x.new_ones(shape[0])
+        weights, (outputs, size) = group.weights, group.shape
+        x = torch.randn((rows, size), dtype=weights[0].dtype, device=weights[0].device)
+        tilings = _tilings(group.shape, rows)
+        self._try("linear", tilings, weights, x, lambda w: linear(x, w), self._skinny)
+        if "with a norm" in group.kinds and rows <= _MAX_NORM_ROWS:
+            residual, gains = x.new_zeros((rows, outputs)), x.new_ones(outputs)
 
             def skinny_gemm(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
                 assert self._space is not None
@@ -254,10 +281,12 @@ class TunedGemm(TorchGemm):
             def unfused(weight: Tensor) -> Inputs:
                 return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
 
-            self._try("with a norm", _NORMED, group, x, unfused, skinny_gemm)
-        if shape[0] % 2 == 0:
+            self._try("with a norm", _NORMED, weights, x, unfused, skinny_gemm)
+        if "gated" in group.kinds:
             gates = _GATED if rows <= _FEW_ROWS else _MANY_GATED
-            self._try("gated", gates, group, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated)
+            self._try(
+                "gated", gates, weights, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated
+            )
 
     def _try(
         self,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -32,26 +33,34 @@ def is_compiling() -> bool:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Launches of `fit(kernel)` inside start to compile in threads. Leaving waits until all have."""
+def compiling() -> Iterator[Callable[[], None]]:
+    """Launches of `fit(kernel)` inside start to compile in threads. Leaving waits until all have.
+
+    The function that it yields waits for the first one, which a cache has at once.
+    """
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     before = _compiling.set(True)
     try:
         with (
             ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool,
-            triton.AsyncCompileMode(pool, ignore_errors=True),  # the launch will report them
+            # The launch will report errors.
+            triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
         ):
-            yield
+            yield partial(_wait_for_first, mode)
     finally:
         _compiling.reset(before)
 
 
+def _wait_for_first(mode: triton.AsyncCompileMode) -> None:
+    wait(mode.raw_futures, return_when=FIRST_COMPLETED)
+
+
 @contextmanager
-def only_compiling() -> Iterator[None]:
+def only_compiling() -> Iterator[Callable[[], None]]:
     """All launches of Triton kernels inside start to compile in threads, and compute nothing.
 
     Whole steps can run so. What a kernel would have written is 0, a valid index for the operations that
-    read it. Leaving waits until all have compiled.
+    read it. Leaving waits until all have compiled, and the function that it yields for the first one.
     """
     launch = JITFunction.run
 
@@ -61,8 +70,8 @@ def only_compiling() -> Iterator[None]:
 
     JITFunction.run = compile_only
     try:
-        with compiling(), _ZeroFilled():
-            yield
+        with compiling() as wait_for_first, _ZeroFilled():
+            yield wait_for_first
     finally:
         JITFunction.run = launch
 
@@ -89,12 +98,15 @@ def counted() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     lock = Lock()
 
-    def listen(*, cache_hit: bool, **_: Any) -> None:
-        with lock:  # threads compile
-            counts["found" if cache_hit else "compiled"] += 1
-
     knobs = triton.knobs.compilation
     before = knobs.listener
+
+    def listen(*, cache_hit: bool, **other: Any) -> None:
+        with lock:  # threads compile
+            counts["found" if cache_hit else "compiled"] += 1
+        if before is not None:
+            before(cache_hit=cache_hit, **other)
+
     knobs.listener = listen
     try:
         yield counts

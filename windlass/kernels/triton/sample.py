@@ -190,7 +190,7 @@ def sample_join_kernel(
     tl.store(last_tokens + slot, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def decode_inputs_kernel(
     inputs,
     last_tokens,

@@ -25,7 +25,7 @@ Choices = Mapping[tuple[str, int], Tiling]
 
 
 class TilingCache:
-    """Choices by dtype, shape and number of the weights: few small weights may stay in the L2 cache."""
+    """Choices by kinds of GEMM, dtype, shape and number of the weights: few may stay in the L2 cache."""
 
     def __init__(self, file: MeasurementCache) -> None:
         self._file = file
@@ -35,19 +35,21 @@ class TilingCache:
         """Why the file cannot be read or written."""
         return self._file.problem
 
-    def find(self, weights: Sequence[Tensor], known: Set[Tiling]) -> Choices | None:
+    def find(
+        self, weights: Sequence[Tensor], kinds: Sequence[str], known: Set[Tiling]
+    ) -> Choices | None:
         """The choices for weights of one shape, all of them `known`; None: they must be measured."""
-        found = self._file.get(_name(weights))
+        found = self._file.get(_name(weights, kinds))
         try:
             choices = {(str(kind), int(rows)): Tiling(*tiling) for kind, rows, *tiling in found}
             return choices if known >= set(choices.values()) else None
         except (TypeError, ValueError):  # not in the file, or not written by `keep`
             return None
 
-    def keep(self, weights: Sequence[Tensor], choices: Choices) -> None:
+    def keep(self, weights: Sequence[Tensor], kinds: Sequence[str], choices: Choices) -> None:
         """Write the choices for weights of one shape."""
         self._file.put(
-            _name(weights),
+            _name(weights, kinds),
             [[kind, rows, *astuple(tiling)] for (kind, rows), tiling in choices.items()],
         )
         self._file.save()
@@ -73,7 +75,7 @@ def _sources() -> str:
     return found.hexdigest()
 
 
-def _name(weights: Sequence[Tensor]) -> str:
+def _name(weights: Sequence[Tensor], kinds: Sequence[str]) -> str:
     n, k = weights[0].shape
     dtype = str(weights[0].dtype).removeprefix("torch.")
-    return f"{len(weights)} of {n}x{k}, {dtype}"
+    return f"{len(weights)} of {n}x{k}, {dtype}: {', '.join(kinds)}"
