@@ -8,6 +8,7 @@ outputs (gemm_io.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,9 +32,11 @@ _MANY_ROWS = 512  # from here on torch is as fast with all scales, and applying 
 _NORM_VALUES = 4096  # values that a program normalises per iteration
 _OUTPUTS, _BLOCK_K = 64, 128
 _MIN_PROGRAMS = 128  # per GEMM, if K is large enough to split
-_PREFETCH_BYTES = (
-    8 * 2**20
-)  # bytes of weights that a GEMM prefetches before it waits for its inputs
+_MIN_SPAN = 2048  # inputs per split of a GEMM that does not quantise them
+_MANY_OUTPUTS = 16384  # such a weight fills the GPU with small tiles
+# Bytes of weights that a GEMM prefetches before it waits for its inputs. Measured on an H200: twice as many
+# delay the kernel that runs.
+_PREFETCH_BYTES = 4 * 2**20
 _SUM_SCALE = 2.0**17  # divisor of unscaled sums, so that they fit in float16
 
 
@@ -100,6 +103,34 @@ def _gemm(x: QuantisedInputs, codes: Tensor, row_scales: Tensor, scales: Tensor)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Outputs and inputs per tile, and launch options of a GEMM of few rows; measured on an H200."""
+
+    outputs: int
+    inputs: int
+    splits: int
+    num_stages: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, num_out: int, num_in: int, quantises: bool) -> _Tiling:
+        """`quantises`: the kernel quantises the inputs, which makes a program slower."""
+        if not quantises:
+            inputs = 2 * _BLOCK_K if num_in % (2 * _BLOCK_K) == 0 else _BLOCK_K
+            splits = min(_splits(num_out, _OUTPUTS, _MIN_PROGRAMS), num_in // _MIN_SPAN)
+            stages = 3 if splits > 1 else 6
+            return cls(_OUTPUTS, inputs, max(1, splits), stages, 4)
+        outputs, num_warps = (_OUTPUTS, 4) if num_out >= _MANY_OUTPUTS else (2 * _OUTPUTS, 8)
+        splits = min(_splits(num_out, outputs, 4 * _MIN_PROGRAMS), num_in // _BLOCK_K)
+        return cls(outputs, _BLOCK_K, max(1, splits), 4, num_warps)
+
+
+def _splits(num_out: int, outputs: int, programs: int) -> int:
+    """Splits of K for at least so many programs."""
+    return min(8, triton.next_power_of_2(triton.cdiv(programs, triton.cdiv(num_out, outputs))))
+
+
 class Fp8Gemm(Prepared):
     """Owns the codes, not repacked, and one scale per output."""
 
@@ -109,11 +140,14 @@ class Fp8Gemm(Prepared):
         self._scales = form.scales.float().flatten().expand(self._num_out).contiguous()
         self._many = ScaledGemm(self._scales)
         self._input_scale = form.input_scale
-        self._even = self._num_out % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0
-        self._tiles = triton.cdiv(self._num_out, _OUTPUTS)
+        self._tilings = {
+            quantises: _Tiling.of(self._num_out, self._num_in, quantises)
+            for quantises in (False, True)
+        }
         self._space = space
-        values = max(self._splits(True), self._splits(False)) * _FEW_ROWS * self._num_out
-        space.reserve(self._codes.device, values, self._tiles + 1)
+        splits = max(tiling.splits for tiling in self._tilings.values())
+        tiles = triton.cdiv(self._num_out, _OUTPUTS)
+        space.reserve(self._codes.device, splits * _FEW_ROWS * self._num_out, tiles + 1)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self._codes, self._input_scale, *self._many.tensors()
@@ -160,7 +194,7 @@ class Fp8Gemm(Prepared):
             ROWS=_FEW_ROWS,
             OUTPUTS=_OUTPUTS,
             BLOCK_K=_BLOCK_K,
-            EVEN=self._even and width % _OUTPUTS == 0,
+            EVEN=width % _OUTPUTS == 0 and self._num_in % _BLOCK_K == 0,
             num_warps=4,
             num_stages=4 if scales is None else 3,
             **pdl.options(),
@@ -186,16 +220,11 @@ class Fp8Gemm(Prepared):
         quantised = self._quantised(x)
         return quantised.codes, quantised.scales
 
-    def _splits(self, quantises: bool) -> int:
-        """Splits of K; more if the kernel quantises the inputs, which makes a program slower."""
-        splits = triton.cdiv(_MIN_PROGRAMS * (4 if quantises else 1), self._tiles)
-        return max(1, min(8, triton.next_power_of_2(splits), self._num_in // _BLOCK_K))
-
     def _few(self, x: Inputs, then: tuple[Tensor, Norm] | None) -> tuple[Tensor, Inputs]:
         """The GEMM for few rows, and the result of the norm after it, if `then` is given."""
         values, scales = self._inputs(x)
         rows, outputs = x.shape[0], self._num_out
-        splits = self._splits(scales is None)
+        tiling = self._tilings[scales is None]
         out = torch.empty((rows, outputs), dtype=x.dtype, device=values.device)
         normed: Inputs = out
         into: tuple[Tensor | float | None, ...] = (out, out, out, None, 0.0)
@@ -206,7 +235,7 @@ class Fp8Gemm(Prepared):
             into = (residual, norm.weight, codes, code_scales, norm.eps)
             width = triton.next_power_of_2(outputs)
             norm_rows = min(triton.next_power_of_2(rows), max(1, _NORM_VALUES // width))
-        fit(fp8_linear_kernel)[(self._tiles, splits)](
+        fit(fp8_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
             values,
             scales,
             self._codes,
@@ -218,27 +247,20 @@ class Fp8Gemm(Prepared):
             rows,
             outputs,
             self._num_in,
-            splits,
-            _prefetched(outputs * splits),
+            tiling.splits,
+            _prefetched(outputs * tiling.splits),
             NORM_ROWS=norm_rows,
             WIDTH=width,
-            SPLIT=splits > 1,
+            SPLIT=tiling.splits > 1,
             ROWS=_FEW_ROWS,
-            OUTPUTS=_OUTPUTS,
-            BLOCK_K=_BLOCK_K,
-            EVEN=self._even,
-            num_warps=4,
-            num_stages=_stages(splits, scales is None),
+            OUTPUTS=tiling.outputs,
+            BLOCK_K=tiling.inputs,
+            EVEN=outputs % tiling.outputs == 0 and self._num_in % tiling.inputs == 0,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
             **pdl.options(),
         )
         return out, normed
-
-
-def _stages(splits: int, quantises: bool) -> int:
-    """Pipeline stages: few if many programs share the shared memory of a multiprocessor."""
-    if quantises:
-        return 4
-    return 6 if splits > 1 else 3
 
 
 def _prefetched(num_rows: int) -> int:
