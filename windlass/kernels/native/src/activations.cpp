@@ -18,16 +18,14 @@ WINDLASS_INLINE F32x8 times_sigmoid(F32x8 g, F32x8 u) {
   // exp2_int covers n from -127 (exp(x) = 0) to 128 (exp(x) = infinity).
   const F32x8 x = clamp_min(sub(zero(), clamp_min(u, splat(-89.0f))), splat(-88.0f));
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
-  const F32x8 magic = splat(12582912.0f), bits = splat(1.44269504f);
-  const F32x8 shifted = fma(magic, x, bits);
-  const F32x8 r = fma(sub(magic, shifted), x, bits);
-  F32x8 p = fma(splat(1.3399931e-3f), splat(1.5345812e-4f), r);
-  p = fma(splat(9.618489e-3f), p, r);
-  p = fma(splat(5.5503286e-2f), p, r);
-  p = fma(splat(2.4022646e-1f), p, r);
-  p = fma(splat(6.931472e-1f), p, r);
-  p = fma(splat(1.0f), p, r);
-  return divide(g, fma(splat(1.0f), p, exp2_int(shifted)));
+  static constexpr Addend magic(12582912.0f), one(1.0f);
+  static constexpr Addend coefficients[] = {Addend(1.3399931e-3f), Addend(9.618489e-3f), Addend(5.5503286e-2f),
+                                            Addend(2.4022646e-1f), Addend(6.931472e-1f), one};
+  const F32x8 bits = splat(1.44269504f), shifted = fma(magic, x, bits);
+  const F32x8 r = fma(sub(splat(12582912.0f), shifted), x, bits);
+  F32x8 p = splat(1.5345812e-4f);
+  for (const Addend& coefficient : coefficients) p = fma(coefficient, p, r);
+  return divide(g, fma(one, p, exp2_int(shifted)));
 }
 
 WINDLASS_INLINE F32x8 silu(F32x8 x) { return times_sigmoid(x, x); }

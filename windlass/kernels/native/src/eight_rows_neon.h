@@ -10,12 +10,38 @@
 
 namespace windlass {
 
-// Scales of one group of a tile; `shifts` as in multiply_4.
-struct GroupScales {
-  float scales[kTile], shifts[kTile], offsets[kTile];
+// Scales of one group for 4 outputs of a tile; `shifts` as in multiply_4, twice for loads of two vectors.
+struct HalfScales {
+  float scales[4], shifts[8], offsets[4];
+};
+
+// Scales of one group of a tile.
+class GroupScales {
+ public:
+  const HalfScales* half(int first_output) const { return halves_ + first_output / 4; }
+  tile::Floats scales() const;
+  void set(tile::Floats scales, tile::Floats offsets);
+
+ private:
+  HalfScales halves_[2];
 };
 
 #if defined(WINDLASS_NEON)
+
+inline F32x8 GroupScales::scales() const {
+  return {vld1q_f32(halves_[0].scales), vld1q_f32(halves_[1].scales)};
+}
+inline void GroupScales::set(F32x8 scales, F32x8 offsets) {
+  const F32x8 shifts = mul(scales, splat(-kSumStart));
+  const auto set_half = [](HalfScales& half, float32x4_t scale, float32x4_t shift, float32x4_t offset) {
+    vst1q_f32(half.scales, scale);
+    vst1q_f32(half.shifts, shift);
+    vst1q_f32(half.shifts + 4, shift);
+    vst1q_f32(half.offsets, offset);
+  };
+  set_half(halves_[0], scales.a, shifts.a, offsets.a);
+  set_half(halves_[1], scales.b, shifts.b, offsets.b);
+}
 
 #define WINDLASS_DOT(SUM, W, X, LANE) \
   "sdot v" SUM ".4s, v" W ".16b, v" X ".4b[" LANE "]\n"
@@ -35,7 +61,7 @@ struct GroupScales {
 // Loads are spread between dot products: a run of loads would delay them.
 #define WINDLASS_HALF(A, B, X, Y, FROM) \
   WINDLASS_DOTS_2(A, B, "27", X, Y, "3") "ldp q" X ", q" Y ", [%[" FROM "]\n"
-#define WINDLASS_END(A, X) WINDLASS_DOT(A, "27", X, "3") "ldr q" X ", [%[scales], #32]\n"
+#define WINDLASS_END(A, X) WINDLASS_DOT(A, "27", X, "3") "ldr q" X ", [%[scales], #16]\n"
 // As in block_neon.h. Dot products with a longer latency would delay these, so they come all at
 // once, with the loads for the next block between them.
 #define WINDLASS_SCALE(A, X) \
@@ -73,7 +99,7 @@ struct GroupScales {
   WINDLASS_ADD("14", "15", "30", "2", "3", "22", "23", "x_b], #32")
 
 #define WINDLASS_OFFSETS                                                              \
-  "ldr q27, [%[scales], #64]\n ldr q29, [%[sums]], #16\n ldr q30, [%[sums_b]], #16\n" \
+  "ldr q27, [%[scales], #48]\n ldr q29, [%[sums]], #16\n ldr q30, [%[sums_b]], #16\n" \
   "fmla v16.4s, v27.4s, v29.s[0]\n fmla v17.4s, v27.4s, v29.s[1]\n"                   \
   "fmla v18.4s, v27.4s, v29.s[2]\n fmla v19.4s, v27.4s, v29.s[3]\n"                   \
   "fmla v20.4s, v27.4s, v30.s[0]\n fmla v21.4s, v27.4s, v30.s[1]\n"                   \
@@ -96,7 +122,7 @@ struct GroupScales {
       "2: prfm pldl1keep, [%[ahead]]\n prfm pldl1keep, [%[ahead], #64]\n"                   \
       "add %[ahead], %[ahead], %[step]\n" BLOCK                                             \
       "subs %w[left], %w[left], #1\n"                                                       \
-      "b.ne 2b\n" OFFSETS_PART "add %[scales], %[scales], #96\n"                            \
+      "b.ne 2b\n" OFFSETS_PART "add %[scales], %[scales], #128\n"                           \
       "subs %w[groups], %w[groups], #1\n"                                                   \
       "b.ne 1b\n"                                                                           \
       "str q16, [%[out]]\n str q17, [%[out], #32]\n"                                        \
@@ -118,7 +144,7 @@ struct GroupScales {
 // arrays of the second panel lie `next` bytes after those of the first. `ahead` is prefetched:
 // `step` bytes per block, of which 128 are requested.
 template <bool NIBBLES, bool OFFSETS>
-inline void multiply_8(const uint8_t* codes, const float* scales, int groups, int blocks,
+inline void multiply_8(const uint8_t* codes, const HalfScales* scales, int groups, int blocks,
                        const int8_t* x, const float* x_scales, const float* sums, size_t next,
                        const uint8_t* ahead, int64_t step, float* out) {
   const auto* x_b = x + next;
@@ -158,7 +184,7 @@ inline void multiply_8(const uint8_t* codes, const float* scales, int groups, in
 #else
 
 template <bool NIBBLES, bool OFFSETS>
-void multiply_8(const uint8_t*, const float*, int, int, const int8_t*, const float*, const float*,
+void multiply_8(const uint8_t*, const HalfScales*, int, int, const int8_t*, const float*, const float*,
                 size_t, const uint8_t*, int64_t, float*);
 
 #endif

@@ -11,9 +11,8 @@
 #include "int_amx.h"
 #include "int_tile.h"
 #include "int_unpack.h"
-#include "eight_rows_neon.h"
+#include "sixteen_rows_neon.h"
 #include "panels.h"
-#include "few_rows_neon.h"
 
 namespace windlass {
 
@@ -264,16 +263,15 @@ template <bool OFFSETS>
 inline void read_scales(const IntTile<uint16_t>& tile, int first, int count, bool ends,
                         GroupScales* out) {
   for (int g = first; g < first + count; ++g, ++out) {
-    const Floats scale = load_f16_fast(tile.scales + g * kTile);
-    store(out->scales, scale);
-    store(out->shifts, mul(scale, splat(-kSumStart)));
-    if constexpr (OFFSETS) store(out->offsets,
-                                 ends ? load_f16_fast(tile.offsets + g * kTile) : zero());
+    Floats offsets = zero();
+    if (OFFSETS && ends) offsets = load_f16_fast(tile.offsets + g * kTile);
+    out->set(load_f16_fast(tile.scales + g * kTile), offsets);
   }
 }
 
-// Multiplies panels in pairs with packed codes; those of 6 bits are unpacked once for all. A panel of less
-// than 4 rows computes unused rows; the last of an odd number of panels is multiplied as with few rows.
+// Multiplies panels in pairs with packed codes, where multiply_16 applies four at a time as far as possible;
+// codes of 6 bits are unpacked once for all. A panel of less than 4 rows computes unused rows; the last of an
+// odd number of panels is multiplied as with few rows.
 template <Coding CODING, bool OFFSETS>
 void paired_rows(const GemmArgs& job) {
   constexpr bool nibbles = CODING == Coding::kNibbles;
@@ -285,11 +283,15 @@ void paired_rows(const GemmArgs& job) {
     OutlierSums outlier_sums(job, first, last);
     const IntTile<uint16_t> tile = tiles.at(t);
     const int group = tile.blocks * 32, padded = padded_in(job.w);
-    // Prefetches the next tile while this one is multiplied.
     const int paired = (last - first) / 2 * 2;
-    const int64_t step = static_cast<int64_t>(tiles.bytes) / (std::max(paired, 1) * (padded / 32));
+    const int in_fours = nibbles && OFFSETS && tile.blocks == 1 ? paired / 4 * 4 : 0;
+    // Prefetches the next tile while this one is multiplied, in equal shares.
+    const int loops = 2 * (in_fours / 4 + (paired - in_fours) / 2);
+    const int64_t step = static_cast<int64_t>(tiles.bytes) / (std::max(loops, 1) * (padded / 32));
     const uint8_t* ahead = tiles.data + tiles.bytes * static_cast<size_t>(t + 1);
-    alignas(64) GroupScales scales[kMaxInputs / 32];
+    alignas(64) GroupScales all_scales[1 + kMaxInputs / 32];
+    GroupScales* const scales = all_scales + 1;
+    all_scales[0].set(zero(), zero());
     alignas(64) uint8_t unpacked[CODING == Coding::kSixBits ? kMaxInputs * kTile : 1];
     for (int begin = 0, end; begin < padded; begin = end) {
       end = run_end(begin, group, padded);
@@ -300,18 +302,27 @@ void paired_rows(const GemmArgs& job) {
         if (paired > 0) unpack_six_bits(from, end - begin, unpacked);
         from = unpacked;
       }
-      for (int p = first; p < first + paired; p += 2) {
+      for (int p = first, count; p < first + paired; p += count) {
+        count = p < first + in_fours ? 4 : 2;
         const IntPanel x = sizes.panel(job.panel(p));
+        const int8_t* const x_codes = x.codes + begin * kPanelRows;
+        const float* const x_scales = x.scales + begin / 32 * kPanelRows;
+        const float* const x_sums = x.sums + begin / group * kPanelRows;
         for (int i = 0; i < kTile; i += 4, ahead += step * groups * blocks) {
-          multiply_8<nibbles, OFFSETS>(from + kSpan * i, scales[0].scales + i, groups, blocks,
-                                       x.codes + begin * kPanelRows,
-                                       x.scales + begin / 32 * kPanelRows,
-                                       x.sums + begin / group * kPanelRows, job.panel_bytes, ahead,
-                                       step, sums[p - first] + i);
+          const uint8_t* const codes = from + kSpan * i;
+          float* const out = sums[p - first] + i;
+          if (nibbles && OFFSETS && count == 4) {
+            // int4 weights with offsets have a correction of 0.
+            multiply_16(codes, scales[0].half(i), groups, x_codes, x_scales, x_sums, x.correction,
+                        job.panel_bytes, ahead, step, out);
+          } else {
+            multiply_8<nibbles, OFFSETS>(codes, scales[0].half(i), groups, blocks, x_codes, x_scales,
+                                         x_sums, job.panel_bytes, ahead, step, out);
+          }
         }
       }
       outlier_sums.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
-        const Floats scale = load(scales[o.group - begin / group].scales);
+        const Floats scale = scales[o.group - begin / group].scales();
         return weight_at<CODING, OFFSETS>(job.w, tile.codes, o.input, scale);
       });
     }

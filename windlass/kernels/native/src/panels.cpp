@@ -28,7 +28,8 @@ struct QuantisedBlock {
 };
 
 // Rounds to nearest, ties to even.
-QuantisedBlock quantise_codes(const float* x, int count, float step, float inverse, int8_t* codes) {
+WINDLASS_INLINE QuantisedBlock quantise_codes(const float* x, int count, float step, float inverse,
+                                              int8_t* codes) {
   int32_t sum = 0;
   for (int i = 0; i < count; ++i) {
     // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
@@ -37,13 +38,14 @@ QuantisedBlock quantise_codes(const float* x, int count, float step, float inver
     std::memcpy(&bits, &shifted, 4);
     const int8_t code = static_cast<int8_t>(bits);
     codes[i] = code;
-    sum += code;
+    if constexpr (!kHasSumOfCodes) sum += code;
   }
+  if constexpr (kHasSumOfCodes) sum = sum_of_codes(codes, count);
   return {step, sum};
 }
 
 // NaN or infinity in x becomes a NaN or infinite scale, so that the GEMM propagates it.
-QuantisedBlock quantise_with_peak(float peak, int block, const float* x, int8_t* codes) {
+WINDLASS_INLINE QuantisedBlock quantise_with_peak(float peak, int block, const float* x, int8_t* codes) {
   const float inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
   const float step = peak / 127.0f;
   return block == 32 ? quantise_codes(x, 32, step, inverse, codes)
@@ -58,11 +60,18 @@ QuantisedBlock quantise_block(int block, const float* x, int8_t* codes) {
   return quantise_with_peak(peak_of_block(block, x), block, x, codes);
 }
 
-// Returns the index of the first input with this magnitude. Without a branch or an early exit, so
-// that compilers vectorise it.
-int index_of(float peak, const float* x, int count) {
-  int at = count;
-  for (int i = 0; i < count; ++i) at = std::min(at, std::fabs(x[i]) == peak ? i : count);
+// Returns the index of the first input with this magnitude. Without a branch or an early exit, and with
+// comparisons of integers, so that compilers vectorise it.
+template <int COUNT>
+int index_of(float peak, const float* x) {
+  int32_t wanted;
+  std::memcpy(&wanted, &peak, 4);
+  int at = COUNT;
+  for (int i = 0; i < COUNT; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    at = std::min(at, (bits & 0x7fffffff) == wanted ? i : COUNT);
+  }
   return at;
 }
 
@@ -129,7 +138,7 @@ void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, cons
       const float* inputs = inputs_of(w, row, b * block, block, scratch);
       const float peak = x_scales == nullptr ? peak_of_block(block, inputs) : 0.0f;
       if (find_outliers && peak * peak > min_gain) {
-        const int at = index_of(peak, inputs, block);
+        const int at = block == 32 ? index_of<32>(peak, inputs) : index_of<16>(peak, inputs);
         float others[kMaxBlock];
         std::memcpy(others, inputs, static_cast<size_t>(block) * sizeof(float));
         others[at] = 0.0f;

@@ -10,6 +10,9 @@
 // low_signed, high_signed and signed_nibbles_at return 16 times the signed nibbles of kSignedNibbles.
 // nibbles_at and bytes_at read the codes of one input for all outputs of a tile, out of the codes of
 // 16 inputs. A dot product adds 4 inputs; the lane selects 4 of the 16.
+// fma(Addend(c), x, y) is fma(splat(c), x, y) where that is part of a polynomial: on NEON splat(c) would be
+// copied, since the result replaces the addend.
+// sum_of_codes adds int8 codes by dot products, where kHasSumOfCodes; elsewhere compilers vectorise a loop.
 // load_f16_fast returns the value times kF16Unit, whatever is cheapest for the CPU; load_f16 the value.
 // Where kF16Unit is not 1, load_f16_fast turns NaN and infinity into values from 65536 on.
 // low_6_bits returns the low 6 bits of bytes, join_top_bits the upper 2 bits of three as 6 bits, those of
@@ -85,6 +88,16 @@ inline Floats load_scales(const Bf16* p) { return load_bf16(&p->bits); }
 #endif
 
 #if !defined(WINDLASS_NEON)
+struct Addend {
+  float x;
+
+  constexpr explicit Addend(float value) : x(value) {}
+};
+inline F32x8 fma(const Addend& acc, F32x8 x, F32x8 y) { return fma(splat(acc.x), x, y); }
+
+constexpr bool kHasSumOfCodes = false;
+int32_t sum_of_codes(const int8_t*, int);  // never called
+
 namespace tile {
 
 // Never called: see kSignedNibbles.

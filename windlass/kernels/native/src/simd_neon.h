@@ -60,6 +60,21 @@ inline F32x8 mul(F32x8 x, F32x8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b,
 inline F32x8 fma(F32x8 acc, F32x8 x, F32x8 y) {
   return {vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)};
 }
+// The result of fmla replaces its addend. A constant is loaded each time, since the load pipes are mostly
+// idle and a register move takes a vector operation. The unused operands make each load unique.
+struct Addend {
+  alignas(16) float four[4];
+
+  constexpr explicit Addend(float x) : four{x, x, x, x} {}
+  float32x4_t add_product(float32x4_t x, float32x4_t y) const {
+    float32x4_t v;
+    __asm__("ldr %q0, %1" : "=w"(v) : "m"(four), "w"(x), "w"(y));
+    return vfmaq_f32(v, x, y);
+  }
+};
+inline F32x8 fma(const Addend& acc, F32x8 x, F32x8 y) {
+  return {acc.add_product(x.a, y.a), acc.add_product(x.b, y.b)};
+}
 
 inline F32x8 sub(F32x8 x, F32x8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
 inline F32x8 divide(F32x8 x, F32x8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
@@ -217,6 +232,14 @@ inline F32x8 bytes_at(const uint8_t* p, int i) {
   return {one(c.val[0]), one(c.val[1])};
 }
 inline Inputs16 load_inputs(const int8_t* p) { return {vld1q_s8(p)}; }
+
+constexpr bool kHasSumOfCodes = true;
+// `count` is a multiple of 16.
+inline int32_t sum_of_codes(const int8_t* p, int count) {
+  int32x4_t sum = vdupq_n_s32(0);
+  for (int i = 0; i < count; i += 16) sum = vdotq_s32(sum, vld1q_s8(p + i), vdupq_n_s8(1));
+  return vaddvq_s32(sum);
+}
 
 // Sums start at 1.5 * 2^23 as float bits: up to 2^22 they are floats already, and one subtraction,
 // which runs on both pipes, replaces the conversion, which does not.
