@@ -225,7 +225,9 @@ def test_the_engine_imports_without_the_servers_dependencies() -> None:
         "for name in ('fastapi', 'gguf', 'llguidance', 'msgspec', 'pydantic', 'uvicorn', 'zmq'):\n"
         "    sys.modules[name] = None\n"
         "import windlass.build, windlass.runner.assemble, windlass.tools.bench.throughput\n"
-        "import windlass.runner.expert_load\n"
+        "import windlass.runner.expert_load, windlass.runner.cuda.executors\n"
+        "slow = {'torch._dynamo', 'torch._inductor', 'transformers', 'sympy'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -27,7 +27,9 @@ from windlass.kernels.triton.precompile import (
     only_compiling,
 )
 from windlass.kernels.triton.skinny import Tiling
+from windlass.runner import assemble
 from windlass.runner.assemble import _RunnerBuilder
+from windlass.runner.warmup import WarmUp
 
 
 class Hopper:
@@ -90,7 +92,7 @@ def test_whole_steps_only_compile() -> None:
 
 
 class Steps:
-    """A builder's steps: the largest launches one kernel, the others launch another."""
+    """A builder's steps: the first launches one kernel, the others launch another."""
 
     def __init__(self) -> None:
         self.x, self.weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
@@ -104,12 +106,12 @@ class Steps:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_cold_start_compiles_all_steps_at_once_and_a_warm_one_looks_at_the_largest() -> None:
+def test_a_cold_start_compiles_all_steps_at_once_and_a_warm_one_looks_at_one_step() -> None:
     builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
     mesh = SimpleNamespace(world=SimpleNamespace(size=1))
     builder._loaded = SimpleNamespace(parts=SimpleNamespace(mesh=mesh))
     steps = Steps()
-    builder._warmup_plans = lambda: [0, 1, 2]
+    builder._warmup_plans = lambda: SimpleNamespace(smallest_first=[0, 1, 2])
     builder._eager_runner = lambda: steps
     builder.make = lambda *_, **__: steps.run(3)
     every = [(plan, True) for plan in range(4)]
@@ -126,6 +128,40 @@ def test_a_cold_start_compiles_all_steps_at_once_and_a_warm_one_looks_at_the_lar
     steps.ran.clear()
     builder._compile()  # a second engine of the process
     assert steps.ran == every[:1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_longest_step_of_a_start_is_only_allocated(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """With several ranks it computes, since their collectives would wait."""
+    builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
+    mesh = SimpleNamespace(world=SimpleNamespace(size=num_ranks))
+    builder._loaded = SimpleNamespace(parts=SimpleNamespace(mesh=mesh, device="cuda"))
+    found = WarmUp("largest", ["a variant"], "cached")  # type: ignore[arg-type,list-item]
+    ran: list[tuple[str, bool]] = []
+    allocated = {"largest": 700, "a variant": 200, "cached": 900}
+    runner = SimpleNamespace(run=lambda plan: ran.append((plan, is_compiling())))
+
+    def timed(runner: Any, plan: str) -> tuple[float, float]:
+        runner.run(plan)
+        return 0.01, 0.5
+
+    builder._eager_runner = lambda: runner
+    builder._warmup_plans = lambda: found
+    builder._pipeline = SimpleNamespace(drain=lambda: None)
+    measured: list[float] = []
+    builder._measure_launches = lambda _runner, _plans, took: measured.append(took)
+    monkeypatch.setattr(assemble, "_timed", timed)
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(
+        cuda, "max_memory_allocated", lambda _: 100 + max(allocated[plan] for plan, _ in ran)
+    )
+    assert builder._measure_eager() == 900
+    assert ran == [("largest", False), ("a variant", False), ("cached", num_ranks == 1)]
+    assert measured == [0.5]
 
 
 def test_an_error_inside_a_step_that_only_compiles_leaves_launches_as_they_were() -> None:

@@ -19,7 +19,7 @@ from windlass.runner.cuda.mixed import mixed_sizes
 from windlass.runner.eager import step_batch
 from windlass.runner.inputs import SlotFacts, StepInputs
 from windlass.runner.slots import SlotTables
-from windlass.runner.warmup import warmup_plans
+from windlass.runner.warmup import WarmUp, warmup_plans
 
 pytest.importorskip("triton")
 
@@ -35,15 +35,20 @@ HEADS = Heads(4, 2, 64)
 Variant = tuple[str, tuple[bool, ...], tuple[tuple[str, Any], ...]]
 
 
-def plans(**changed: int) -> list[StepPlan]:
+def warm_up(**changed: int) -> WarmUp:
     sizes = {"max_tokens": 8192, "max_rows": 40, "max_positions": 16384} | changed
     return warmup_plans(**sizes, slot=SlotId(SLOTS))
+
+
+def plans(**changed: int) -> list[StepPlan]:
+    return warm_up(**changed).smallest_first
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 512, 1023, 1024, 1025, 3000, 8192])
 @pytest.mark.parametrize("max_positions", [1, 2, 300, 4096, 131072])
 def test_rows_fit(max_tokens: int, max_positions: int) -> None:
-    found = plans(max_tokens=max_tokens, max_positions=max_positions)
+    steps = warm_up(max_tokens=max_tokens, max_positions=max_positions)
+    found = [*steps.smallest_first, steps.cached]
     assert max(plan.num_tokens for plan in found) == max_tokens
     for plan in found:
         assert 0 < plan.num_tokens <= max_tokens
@@ -55,10 +60,13 @@ def test_rows_fit(max_tokens: int, max_positions: int) -> None:
 
 def test_sizes() -> None:
     numbers = [(plan.num_tokens, sum(row.num_tokens == 1 for row in plan.rows)) for plan in plans()]
-    largest, *others = numbers
+    *others, largest = numbers
     assert largest == (8192, 0)
-    assert others[:4] == [(1024, 1), (2048, 1), (4096, 1), (8192, 1)]
-    assert others[4:] == [(1024, 2), (1024, 4), (1024, 8), (1024, 16), (1024, 32), (1024, 40)]
+    assert others[:3] == [(1024, 1), (2048, 1), (4096, 1)]
+    assert others[3:] == [(1024, 2), (1024, 4), (1024, 8), (1024, 16), (1024, 32), (1024, 40)]
+    cached = [max(row.start for row in plan.rows) for plan in plans()]
+    assert cached == [4 * 1021, *[0] * 9]
+    assert (warm_up().cached.num_tokens, warm_up().cached.rows[-1].start) == (8192, 16384 - 8189)
 
 
 class Launches:

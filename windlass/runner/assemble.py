@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,7 +46,7 @@ from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
-from windlass.runner.warmup import warmup_plans
+from windlass.runner.warmup import WarmUp, warmup_plans
 from windlass.start_log import Phase, start_log, untimed
 
 # Max bytes of float32 logits for draft tokens.
@@ -54,7 +55,7 @@ _DRAFT_LOGITS_BYTES = 64 * 2**20
 # Measured on an H200 with Qwen3-0.6B: between two steps, the host does other work too.
 _LAUNCH_SLOWDOWN = 2
 # Seconds of a step beside which loading its kernels, as the first run does, counts for nothing.
-_LONG_STEP_S = 0.2
+_LONG_STEP_S = 0.3
 # Host memory per slot and per block id in the tables of the runner and the scheduler.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
@@ -419,7 +420,7 @@ class _RunnerBuilder:
         return max(0, graphs)
 
     def _compile(self) -> None:
-        """Compile the kernels of all steps in parallel, unless the cache has those of the largest.
+        """Compile the kernels of all steps in parallel, unless the cache has those of a small one.
 
         Not with several ranks: their collectives would wait for kernels that do not run.
         """
@@ -428,18 +429,19 @@ class _RunnerBuilder:
         from windlass.kernels.triton.precompile import counted, only_compiling
 
         with counted() as counts, only_compiling() as wait_for_first:
-            self._eager_runner().run(self._warmup_plans()[0])
+            small, *others = self._warmup_plans().smallest_first
+            self._eager_runner().run(small)
             wait_for_first()
             if is_cold := bool(counts["compiled"]):  # one missed: do not wait for the slowest
-                self._launch_others()
-        if counts["compiled"] and not is_cold:  # the cache has some kernels of the largest step
+                self._launch(others)
+        if counts["compiled"] and not is_cold:  # the cache has some kernels of the small step
             with only_compiling():
-                self._launch_others()
+                self._launch(others)
 
-    def _launch_others(self) -> None:
-        """Run all kinds of steps but the largest."""
+    def _launch(self, plans: Sequence[StepPlan]) -> None:
+        """Run these steps and those of all graphs."""
         runner = self._eager_runner()
-        for plan in self._warmup_plans()[1:]:
+        for plan in plans:
             runner.run(plan)
         self.make(1, splits=False)
 
@@ -448,18 +450,30 @@ class _RunnerBuilder:
         runner, device = self._eager_runner(), self._loaded.parts.device
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-        plans = self._warmup_plans()
-        seconds = [_timed(runner, plan)[1] for plan in plans]
+        found = self._warmup_plans()
+        _, seconds = _timed(runner, found.largest)
+        for plan in found.variants:
+            runner.run(plan)
+        with self._without_kernels():
+            runner.run(found.cached)
         activations = torch.cuda.max_memory_allocated(device) - held
         self._pipeline.drain()
-        self._measure_launches(runner, plans, seconds)
+        self._measure_launches(runner, found, seconds)
         return activations
+
+    def _without_kernels(self) -> AbstractContextManager[object]:
+        """Steps allocate what they need, and compute nothing. With several ranks, they compute."""
+        if self._loaded.parts.mesh.world.size > 1:
+            return nullcontext()
+        from windlass.kernels.triton.precompile import only_compiling
+
+        return only_compiling()
 
     def _eager_runner(self) -> Runner:
         """A runner without captured graphs. Steps split over ranks would need less memory."""
         return self.make(1, at_start=None, splits=False)[0]
 
-    def _warmup_plans(self) -> list[StepPlan]:
+    def _warmup_plans(self) -> WarmUp:
         return warmup_plans(
             max_tokens=self._limits.max_num_batched_tokens,
             max_rows=self._limits.max_num_seqs,
@@ -467,25 +481,17 @@ class _RunnerBuilder:
             slot=SlotId(self._limits.max_num_seqs),
         )
 
-    def _measure_launches(
-        self, runner: Runner, plans: Sequence[StepPlan], seconds: Sequence[float]
-    ) -> None:
+    def _measure_launches(self, runner: Runner, plans: WarmUp, seconds: float) -> None:
         """Find out up to how many tokens the host launches a step slower than the GPU computes it.
 
-        `seconds`: of the first run of each plan.
+        `seconds`: of the first run of the largest step.
         """
         parts = self._loaded.parts
         if parts.mesh.world.size > 1 or self._why_eager is not None:
             return
-        largest, *others = plans
-        launched, _ = _timed(runner, min(others, key=lambda plan: plan.num_tokens, default=largest))
-        tokens = largest.num_tokens
-        same = [
-            took for plan, took in zip(plans, seconds, strict=True) if plan.num_tokens == tokens
-        ]
-        computed = min(same)
-        if computed < _LONG_STEP_S or len(same) == 1:
-            _, computed = _timed(runner, largest)
+        launched, _ = _timed(runner, plans.smallest_first[0])
+        computed = seconds if seconds > _LONG_STEP_S else _timed(runner, plans.largest)[1]
+        tokens = plans.largest.num_tokens
         self._launch_bound = int(_LAUNCH_SLOWDOWN * tokens * launched / computed)
         from windlass.runner.cuda.mixed import mixed_sizes
 
