@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -48,6 +49,7 @@ _MEASURED_AT = (1, 4, 8, 64)
 # which these measurements show only in part.
 _MARGIN = 1.04
 _SMALL_MARGIN = 1.25  # such a kernel takes about as long as it waits for the previous one
+_TIMED_MS = 0.5  # min duration of one measurement
 _COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
 _KINDS = ("linear", "with a norm", "gated", "overlapped")
@@ -360,19 +362,27 @@ def _rotation(group: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _time(group: list[Tensor], gemm: Callable[[Tensor], Inputs]) -> float:
-    """Milliseconds of a captured graph over the weights: the best of three."""
+    """Milliseconds of a captured graph over the weights: the best of three.
+
+    Short graphs are replayed several times in a row: small weights take microseconds, and so do the
+    launch of a graph and its variation.
+    """
     gemm(group[0])  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with garbage_kept(), torch.cuda.graph(graph):
         for weight in _rotation(group):
             gemm(weight)
-    times = []
-    for _ in range(4):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    replays = math.ceil(_TIMED_MS / max(_replayed(graph, 2), 1e-3))
+    return min(_replayed(graph, replays) for _ in range(3))
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Milliseconds of a replay, the mean of `count`."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times[1:])
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
