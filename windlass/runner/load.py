@@ -56,7 +56,13 @@ from windlass.runner.device import (
 from windlass.start_log import Phase, untimed
 
 # Options that decide how weights are stored and multiplied.
-_WEIGHT_OPTIONS = ("dtype", "quantization", "quantize_head", "plain_kernels")
+_WEIGHT_OPTIONS = (
+    "dtype",
+    "quantization",
+    "quantize_head",
+    "dequantized_copies",
+    "plain_kernels",
+)
 
 
 @dataclass(frozen=True, slots=True)
