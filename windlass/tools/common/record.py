@@ -86,7 +86,8 @@ def saved_rows(path: Path, name: str, settings: dict[str, Any]) -> list[dict[str
 
 
 def _command() -> str:
-    words = [Path(sys.argv[0]).name]
+    name = Path(sys.argv[0]).name
+    words = ["windlass" if name == "__main__.py" else name]  # python -m windlass.cli
     secret_follows = False
     for word in sys.argv[1:]:
         name, equals, _ = word.partition("=")
