@@ -7,6 +7,7 @@ tables. Tokens must equal those of eager steps with the sampler of the host.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from random import Random
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -680,6 +682,21 @@ def test_drafting_steps_equal_eager_steps(name: str) -> None:
     if name == "greedy":
         assert counting.executors["mixed graph"] > 0
         assert counting.num_prelaunched > 3
+
+
+@inside
+def test_graphs_are_freed_with_the_last_reference_to_their_runner() -> None:
+    """The memory that the start measures next must not hold the graphs of the runner that measured."""
+    runner, _ = graph_runner(max_draft_tokens=3)
+    runner.attach(Oracle(runner._parts.network))
+    gc.disable()
+    try:
+        found = [ref(each._graphs) for each in runner.executors if hasattr(each, "_graphs")]
+        assert len(found) == 3
+        del runner
+        assert [each() for each in found] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @inside

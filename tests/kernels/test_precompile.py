@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
+from windlass.errors import EngineError
 from windlass.kernels.triton import gemm, skinny
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.gemm import TunedGemm
@@ -29,6 +31,7 @@ from windlass.kernels.triton.precompile import (
 from windlass.kernels.triton.skinny import Tiling
 from windlass.runner import assemble
 from windlass.runner.assemble import _RunnerBuilder
+from windlass.runner.cuda.graphs import CudaBackend
 from windlass.runner.warmup import WarmUp
 
 
@@ -209,3 +212,19 @@ def test_nothing_is_launched_while_compiling() -> None:
     with compiling():
         fit(Kernel())[1, 2]("x", ROWS=16, num_stages=3)
     assert tried == [(("x",), {"grid": (1, 2), "ROWS": 16, "num_stages": 3})]
+
+
+def test_graphs_that_are_only_compiled_keep_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    outputs: list[ref[Tensor]] = []
+
+    def compute() -> tuple[Tensor, ...]:
+        logits = torch.zeros(4, 9)
+        outputs.append(ref(logits))
+        return (logits,)
+
+    with compiling():
+        replay, _kept = CudaBackend().capture(compute)
+    assert [each() for each in outputs] == [None]
+    with pytest.raises(EngineError, match="not captured"):
+        replay()

@@ -77,9 +77,9 @@ class DecodeGraphs(Executor):
         self._padding = np.array([[0], [0], [slots.num_slots], [-1], [0]], dtype=np.int32)
         self._sizes = CapturedSizes(graph_sizes(max_rows), at_start)
         # Contiguous for each size: only copies from contiguous pinned memory are asynchronous.
-        self._inputs = stage.staged_inputs(5 * self._sizes.largest)
+        self._inputs = inputs = stage.staged_inputs(5 * self._sizes.largest)
         self._graphs: GraphSet[DecodeShape] = GraphSet(
-            stage.backend, lambda shape: compute(shape, self._inputs.on_device)
+            stage.backend, lambda shape: compute(shape, inputs.on_device)
         )
         self._max_context = slots.tables.shape[-1] * slots.size
         for size in self._sizes.at_start:

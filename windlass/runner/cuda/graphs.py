@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -66,7 +67,7 @@ class CudaBackend:
 
         outputs = compute()  # compiles kernels outside of the capture
         if is_compiling():
-            return _no_replay, outputs
+            return _no_replay, ()  # the outputs of all sizes would take gigabytes
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Another thread may pin memory for an adapter during the capture.
@@ -128,6 +129,7 @@ class GraphSet(Generic[Key]):
     """Owns the captured graphs of one executor by shape. A missing graph is captured on first use."""
 
     def __init__(self, backend: Backend, compute: Callable[[Key], Outputs]) -> None:
+        """`compute` must not refer to the executor: its graphs are freed with the last reference to it."""
         self._backend = backend
         self._compute = compute
         self._graphs: dict[Key, Graph] = {}
@@ -140,7 +142,7 @@ class GraphSet(Generic[Key]):
         graph = self._graphs.get(key)
         if graph is None:
             with torch.inference_mode():
-                graph = Graph(*self._backend.capture(lambda: self._compute(key)))
+                graph = Graph(*self._backend.capture(partial(self._compute, key)))
             self._graphs[key] = graph
         return graph
 

@@ -264,7 +264,10 @@ class MixedGraphs(Executor):
         self._drafts = False  # whether graphs with a drafter are captured too
         self._draft_length = draft_length
         self._inputs: dict[GraphShape, StagedInputs] = {}
-        self._graphs: GraphSet[GraphShape] = GraphSet(stage.backend, self._run)
+        inputs = self._inputs
+        self._graphs: GraphSet[GraphShape] = GraphSet(
+            stage.backend, lambda shape: forward(shape, shape.parts(inputs[shape].on_device))
+        )
         self._max_small = max(size for size in sizes if size <= _SIZES[-1])
         self.max_mixed_tokens = self._max_small - 1  # the last is padding
         for tokens in self._sizes.at_start:
@@ -315,9 +318,6 @@ class MixedGraphs(Executor):
         if shape not in self._inputs:
             self._inputs[shape] = self._stage.staged_inputs(shape.numbers)
         return self._inputs[shape]
-
-    def _run(self, shape: GraphShape) -> tuple[Tensor, ...]:
-        return self._forward(shape, shape.parts(self._staged(shape).on_device))
 
     def storages(self) -> Iterator[Held]:
         for inputs in self._inputs.values():

@@ -137,10 +137,10 @@ class VerifyGraphs(Executor):
         self._slots = slots
         self._widths = VerifyWidths(max_draft_tokens)
         self._sizes = [size for size in _SIZES if size < 2 * max_rows]
-        self._rows = InputRows(sampler.device)
+        self._rows = rows = InputRows(sampler.device)
         self._sent: dict[tuple[int, int], Tensor] = {}
         self._graphs: GraphSet[VerifyShape] = GraphSet(
-            sampler.backend, lambda shape: forward(shape, self._rows)
+            sampler.backend, lambda shape: forward(shape, rows)
         )
         self._prelaunched: Prelaunched | None = None
         self._ahead: Prelaunched | None = None  # the pre-launched step that equals the current plan
