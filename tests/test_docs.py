@@ -211,7 +211,8 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
         assert float(own.replace(",", "")) / float(other.replace(",", "")) == pytest.approx(
             float(ratio), abs=0.0051
         )
-    ratios = [row["ratio"] for row in read_record(ROOT / "benchmarks" / "h200-vllm.json").rows]
+    found = read_record(ROOT / "benchmarks" / "h200-vllm.json").rows
+    ratios = [row["ratio"] for row in found if "copies" not in row["model"]]  # once per figure
     as_fast = sum(ratio >= 1.0 for ratio in ratios)
     assert f"or faster in {as_fast} of {len(ratios)} measured rows" in readme
 

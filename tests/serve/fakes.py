@@ -168,6 +168,7 @@ class Options:
     sleep_file: str | None = None  # None: the engine cannot release memory
     grammar_compile_timeout: float = 1.0
     schema_strictness: SchemaStrictness = "relaxed"
+    default_tpot_ms: float | None = None
 
 
 def build_engine(options: Options) -> tuple[Engine, EngineReport]:
@@ -198,6 +199,7 @@ def build_engine(options: Options) -> tuple[Engine, EngineReport]:
             bytes_per_block=1024,
             reason="set by the test",
         ),
+        default_tpot_ms=options.default_tpot_ms,
     )
     memory = SleepingMemory(options.sleep_file) if options.sleep_file is not None else None
     return Engine(scheduler, CountingRunner(options.step_s), memory=memory), report

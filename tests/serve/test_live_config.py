@@ -703,3 +703,21 @@ def test_every_worker_and_every_new_one_has_the_change() -> None:
         victim.kill()
         wait_until(lambda: len(workers() - others - {victim}) == 2)
         assert statuses() == {400}
+
+
+def test_a_target_of_the_profile_is_shown_and_holds_while_none_is_set() -> None:
+    build = counting(Options(default_tpot_ms=900.0, step_s=0.001))
+    with running(build, admin_key=(ADMIN,)) as server:
+
+        def target() -> tuple[float, bool]:
+            shown = server.http.get("/admin/config", headers=KEY).json()["settings"]
+            return shown["slo_tpot_ms"]["value"], _slo_stats(server) is not None
+
+        assert target()[0] == 900.0
+        for given, expected in (({"max_num_seqs": 8}, 900.0), ({"slo_tpot_ms": 500.0}, 500.0)):
+            assert server.http.patch("/admin/config", json=given, headers=KEY).status_code == 200
+            assert target() == (expected, True)
+        assert server.http.patch(
+            "/admin/config", json={"slo_tpot_ms": None}, headers=KEY
+        ).is_success
+        assert target() == (900.0, True)

@@ -111,11 +111,12 @@ class ConfigAdmin:
         return {name: values[name] for name in LIVE}
 
     def _values(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of all settings; limits that are not set are those of the engine."""
+        """The values of all settings; those that are not set are the engine's, where it has some."""
         values = {name: getattr(sections[key], name) for name, key in _SECTION_OF.items()}
-        for name, bound in self._bounds().items():
+        defaults = {**self._bounds(), "slo_tpot_ms": self._client.report.default_tpot_ms}
+        for name, default in defaults.items():
             if values[name] is None:
-                values[name] = bound
+                values[name] = default
         return values
 
     def _sections(self) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class ConfigAdmin:
             max_draft_tokens=speculation.max_draft_tokens if speculation.spec_enabled else 0,
             slo=SloTimes.of(
                 ttft_ms=scheduler.slo_ttft_ms,
-                tpot_ms=scheduler.slo_tpot_ms or self._client.report.default_tpot_ms,
+                tpot_ms=self._values(self._sections())["slo_tpot_ms"],
             ),
         )
         settings = Configure(caps=caps, hang_timeout=serve.hang_timeout, log_level=serve.log_level)
