@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from windlass import LLM, SamplingParams
-from windlass.runner import assemble, device
+from windlass.runner import device
+from windlass.runner.cuda import start_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +81,7 @@ def test_large_captured_steps_equal_eager_ones(
     kv_dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long and short prompts in steps of up to 4,096 tokens, of which some follow cached tokens."""
-    monkeypatch.setattr(assemble, "_LAUNCH_SLOWDOWN", 10**6)
+    monkeypatch.setattr(start_steps, "_LAUNCH_SLOWDOWN", 10**6)
     executors: Counter[str] = Counter()
     found = []
     for eager in (False, True):

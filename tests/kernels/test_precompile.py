@@ -29,9 +29,9 @@ from windlass.kernels.triton.precompile import (
     only_compiling,
 )
 from windlass.kernels.triton.skinny import Tiling
-from windlass.runner import assemble
-from windlass.runner.assemble import _RunnerBuilder
-from windlass.runner.cuda.graphs import CudaBackend
+from windlass.runner.cuda import start_steps
+from windlass.runner.cuda.graphs import AtStart, CudaBackend
+from windlass.runner.cuda.start_steps import StartSteps, StepTimes
 from windlass.runner.warmup import WarmUp
 
 
@@ -110,27 +110,33 @@ class Steps:
 
 @pytest.mark.usefixtures("hopper")
 def test_a_cold_start_compiles_all_steps_at_once_and_a_warm_one_looks_at_one_step() -> None:
-    builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
-    mesh = SimpleNamespace(world=SimpleNamespace(size=1))
-    builder._loaded = SimpleNamespace(parts=SimpleNamespace(mesh=mesh))
     steps = Steps()
-    builder._warmup_plans = lambda: SimpleNamespace(smallest_first=[0, 1, 2])
-    builder._eager_runner = lambda: steps
-    builder.make = lambda *_, **__: steps.run(3)
+
+    def make(at_start: AtStart | None) -> Any:
+        if at_start is not None:
+            steps.run(3)
+        return steps
+
+    found = WarmUp(2, [0, 1], "cached")  # type: ignore[arg-type,list-item]
+    start = StartSteps(make, found, device=torch.device("cpu"), num_ranks=1, captures=True)
     every = [(plan, True) for plan in range(4)]
     with counted() as counts:
-        builder._compile()
+        start.compile()
     assert steps.ran == every
     assert counts == {"compiled": 2}
     steps.ran.clear()
     skinny.skinny_linear_kernel.device_caches.clear()  # a later process
     with counted() as counts:
-        builder._compile()
+        start.compile()
     assert steps.ran == every[:1]
     assert counts == {"found": 1}
     steps.ran.clear()
-    builder._compile()  # a second engine of the process
+    start.compile()  # a second engine of the process
     assert steps.ran == every[:1]
+
+
+class Plan(str):
+    num_tokens = 700
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -138,10 +144,7 @@ def test_the_longest_step_of_a_start_is_only_allocated(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     """With several ranks it computes, since their collectives would wait."""
-    builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
-    mesh = SimpleNamespace(world=SimpleNamespace(size=num_ranks))
-    builder._loaded = SimpleNamespace(parts=SimpleNamespace(mesh=mesh, device="cuda"))
-    found = WarmUp("largest", ["a variant"], "cached")  # type: ignore[arg-type,list-item]
+    found: Any = WarmUp(Plan("largest"), [Plan("a variant")], Plan("cached"))  # type: ignore[arg-type,list-item]
     ran: list[tuple[str, bool]] = []
     allocated = {"largest": 700, "a variant": 200, "cached": 900}
     runner = SimpleNamespace(run=lambda plan: ran.append((plan, is_compiling())))
@@ -150,21 +153,30 @@ def test_the_longest_step_of_a_start_is_only_allocated(
         runner.run(plan)
         return 0.01, 0.5
 
-    builder._eager_runner = lambda: runner
-    builder._warmup_plans = lambda: found
-    builder._pipeline = SimpleNamespace(drain=lambda: None)
-    measured: list[float] = []
-    builder._measure_launches = lambda _runner, _plans, took: measured.append(took)
-    monkeypatch.setattr(assemble, "_timed", timed)
+    monkeypatch.setattr(start_steps, "timed", timed)
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(
         cuda, "max_memory_allocated", lambda _: 100 + max(allocated[plan] for plan, _ in ran)
     )
-    assert builder._measure_eager() == 900
-    assert ran == [("largest", False), ("a variant", False), ("cached", num_ranks == 1)]
-    assert measured == [0.5]
+    device: Any = "cuda"
+    steps = StartSteps(
+        lambda _: runner,  # type: ignore[arg-type,return-value]
+        found,
+        device=device,
+        num_ranks=num_ranks,
+        captures=True,
+    )
+    activations, times = steps.run_largest(lambda: None)
+    assert activations == 900
+    expected = [("largest", False), ("a variant", False), ("cached", num_ranks == 1)]
+    if num_ranks == 1:
+        expected.append(("a variant", False))  # how long a small step takes to launch
+        assert times == StepTimes(launched=0.01, computed=0.5, num_tokens=700)
+    else:
+        assert times is None
+    assert ran == expected
 
 
 def test_an_error_inside_a_step_that_only_compiles_leaves_launches_as_they_were() -> None:

@@ -152,7 +152,7 @@ def test_graphs_that_take_more_than_estimated_are_reported(
     warns: bool,
 ) -> None:
     free = [1000 * MIB, 1000 * MIB - used - 500 * MIB]
-    monkeypatch.setattr(assemble, "_free_after_sync", lambda _: free.pop(0))
+    monkeypatch.setattr(assemble, "free_after_sync", lambda _: free.pop(0))
     builder: Any = _RunnerBuilder.__new__(_RunnerBuilder)
     builder._phase = untimed
     builder._loaded = SimpleNamespace(parts=SimpleNamespace(device="cuda"))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
 from windlass.core.kv_layout import KVLayout, tokens_in_flight
-from windlass.core.types import SlotId, StepPlan
+from windlass.core.types import SlotId
 from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
 from windlass.kernels.prepared import Prepared
@@ -22,13 +16,12 @@ from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
 from windlass.models.network import Parts, rank_heads
 from windlass.parallel.groups import least
-from windlass.runner.cuda.graph_memory import bytes_of_others
 from windlass.runner.cuda.graphs import AtStart
+from windlass.runner.cuda.start_steps import StartSteps, bytes_kept, free_after_sync
 from windlass.runner.device import (
     KVFormat,
     check_cache_fits,
     check_tables_fit,
-    gib,
     other_processes_bytes,
     resident_bytes,
     size_cache,
@@ -46,16 +39,11 @@ from windlass.runner.sampler import Sampler, draw_with
 from windlass.runner.sampling import HostSampling, Sampling
 from windlass.runner.sequence_parallel import SequenceParallel
 from windlass.runner.slots import SlotTables
-from windlass.runner.warmup import WarmUp, warmup_plans
-from windlass.start_log import Phase, start_log, untimed
+from windlass.runner.warmup import warmup_plans
+from windlass.start_log import Phase, untimed
 
 # Max bytes of float32 logits for draft tokens.
 _DRAFT_LOGITS_BYTES = 64 * 2**20
-# Steps of up to so many times the tokens that the GPU computes while the host launches one are captured.
-# Measured on an H200 with Qwen3-0.6B: between two steps, the host does other work too.
-_LAUNCH_SLOWDOWN = 2
-# Seconds of a step beside which loading its kernels, as the first run does, counts for nothing.
-_LONG_STEP_S = 0.3
 # Host memory per slot and per block id in the tables of the runner and the scheduler.
 _SLOT_BYTES = 64
 _BLOCK_ID_BYTES = 4
@@ -299,10 +287,10 @@ class _RunnerBuilder:
             with self._phase("record steps"):
                 return self.make(num_blocks, at_start=at_start)
         with self._phase("capture CUDA graphs"):
-            before = _free_after_sync(device)
+            before = free_after_sync(device)
             runner, cache = self.make(num_blocks, at_start=at_start)
-            used = before - _free_after_sync(device) - cache.num_bytes
-        reserved["graphs"] = _graph_bytes(used, reserved["graphs"], at_start)
+            used = before - free_after_sync(device) - cache.num_bytes
+        reserved["graphs"] = bytes_kept(used, reserved["graphs"], at_start)
         return runner, cache
 
     def _sampling(self, slots: SlotTables) -> Sampling:
@@ -400,129 +388,28 @@ class _RunnerBuilder:
         parts = self._loaded.parts
         if not parts.ops.is_triton:
             return {}
+        steps = StartSteps(
+            lambda at_start: self.make(1, at_start=at_start, splits=False)[0],
+            warmup_plans(
+                max_tokens=self._limits.max_num_batched_tokens,
+                max_rows=self._limits.max_num_seqs,
+                max_positions=parts.max_positions,
+                slot=SlotId(self._limits.max_num_seqs),
+            ),
+            device=parts.device,
+            num_ranks=parts.mesh.world.size,
+            captures=self._why_eager is None,
+        )
         with self._phase("compile kernels"):
-            self._compile()
+            steps.compile()
         with self._phase("run the largest steps"):
-            activations = self._measure_eager()
+            activations, times = steps.run_largest(self._pipeline.drain)
+        if times is not None:
+            self._launch_bound = times.launch_bound
+            self.choices.append(times.choice(self._limits.max_num_batched_tokens))
         with self._phase("measure CUDA graphs"):
-            graphs = self._measure_graphs()
+            graphs = steps.graph_bytes()
         return {"graphs": graphs, "activations": activations}
-
-    def _measure_graphs(self) -> int:
-        """An upper estimate of the bytes of all graphs: the largest and a few others are captured."""
-        free = partial(_free_after_sync, self._loaded.parts.device)
-        before = free()
-        runner, _ = self.make(1, at_start=AtStart.ENDS, splits=False)
-        others = bytes_of_others(runner.executors, free)
-        graphs = before - free() + others
-        del runner
-        free()
-        return max(0, graphs)
-
-    def _compile(self) -> None:
-        """Compile the kernels of all steps in parallel, unless the cache has those of a small one.
-
-        Not with several ranks: their collectives would wait for kernels that do not run.
-        """
-        if self._loaded.parts.mesh.world.size > 1:
-            return
-        from windlass.kernels.triton.precompile import counted, only_compiling
-
-        with counted() as counts, only_compiling() as wait_for_first:
-            small, *others = self._warmup_plans().smallest_first
-            self._eager_runner().run(small)
-            wait_for_first()
-            if is_cold := bool(counts["compiled"]):  # one missed: do not wait for the slowest
-                self._launch(others)
-        if counts["compiled"] and not is_cold:  # the cache has some kernels of the small step
-            with only_compiling():
-                self._launch(others)
-
-    def _launch(self, plans: Sequence[StepPlan]) -> None:
-        """Run these steps and those of all graphs."""
-        runner = self._eager_runner()
-        for plan in plans:
-            runner.run(plan)
-        self.make(1, splits=False)
-
-    def _measure_eager(self) -> int:
-        """Bytes of the largest step."""
-        runner, device = self._eager_runner(), self._loaded.parts.device
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        found = self._warmup_plans()
-        _, seconds = _timed(runner, found.largest)
-        for plan in found.variants:
-            runner.run(plan)
-        with self._without_kernels():
-            runner.run(found.cached)
-        activations = torch.cuda.max_memory_allocated(device) - held
-        self._pipeline.drain()
-        self._measure_launches(runner, found, seconds)
-        return activations
-
-    def _without_kernels(self) -> AbstractContextManager[object]:
-        """Steps allocate what they need, and compute nothing. With several ranks, they compute."""
-        if self._loaded.parts.mesh.world.size > 1:
-            return nullcontext()
-        from windlass.kernels.triton.precompile import only_compiling
-
-        return only_compiling()
-
-    def _eager_runner(self) -> Runner:
-        """A runner without captured graphs. Steps split over ranks would need less memory."""
-        return self.make(1, at_start=None, splits=False)[0]
-
-    def _warmup_plans(self) -> WarmUp:
-        return warmup_plans(
-            max_tokens=self._limits.max_num_batched_tokens,
-            max_rows=self._limits.max_num_seqs,
-            max_positions=self._loaded.parts.max_positions,
-            slot=SlotId(self._limits.max_num_seqs),
-        )
-
-    def _measure_launches(self, runner: Runner, plans: WarmUp, seconds: float) -> None:
-        """Find out up to how many tokens the host launches a step slower than the GPU computes it.
-
-        `seconds`: of the first run of the largest step.
-        """
-        parts = self._loaded.parts
-        if parts.mesh.world.size > 1 or self._why_eager is not None:
-            return
-        launched, _ = _timed(runner, plans.smallest_first[0])
-        computed = seconds if seconds > _LONG_STEP_S else _timed(runner, plans.largest)[1]
-        tokens = plans.largest.num_tokens
-        self._launch_bound = int(_LAUNCH_SLOWDOWN * tokens * launched / computed)
-        from windlass.runner.cuda.mixed import mixed_sizes
-
-        captured = mixed_sizes(self._limits.max_num_batched_tokens, self._launch_bound)[-1]
-        reason = (
-            f"the host launches a step in {1e3 * launched:.1f} ms, and the GPU computes "
-            f"{tokens:,} tokens in {1e3 * computed:.1f} ms"
-        )
-        self.choices.append(Choice("captured mixed steps", f"up to {captured:,} tokens", reason))
-
-
-def _timed(runner: Runner, plan: StepPlan) -> tuple[float, float]:
-    """Seconds until a step is launched, and until it is computed."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    pending = runner.submit(plan)
-    launched = time.perf_counter() - start
-    pending.wait()
-    torch.cuda.synchronize()
-    return launched, time.perf_counter() - start
-
-
-def _graph_bytes(used: int, estimate: int, at_start: AtStart) -> int:
-    """The bytes of the graphs: those in use after a start, or the estimate if others are captured later."""
-    if used > estimate:
-        start_log.warning(
-            "the CUDA graphs take %s, %s more than was left for them beside the KV cache. If a step runs "
-            "out of memory, lower --memory-share.",
-            *(gib(used), gib(used - estimate)),
-        )
-    return max(0, used) if at_start is AtStart.ALL else max(used, estimate)
 
 
 def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:
@@ -538,9 +425,3 @@ def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) ->
     affordable = _DRAFT_LOGITS_BYTES // (4 * hparams.vocab_size)
     drafts = max(speculation.max_draft_tokens, min(seqs * speculation.max_draft_tokens, affordable))
     return min(limits.max_num_batched_tokens, seqs + drafts)
-
-
-def _free_after_sync(device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
