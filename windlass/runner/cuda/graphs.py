@@ -94,7 +94,7 @@ class _Memory:
 def _unowned(tensor: Tensor) -> Tensor:
     """The same values at the same address, without keeping the memory."""
     if not tensor.numel():
-        return tensor
+        return torch.empty_like(tensor)  # an empty view would keep its memory
     storage = tensor.untyped_storage()
     memory = _Memory(storage.data_ptr(), storage.nbytes())
     found = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
