@@ -7,7 +7,13 @@ import torch
 
 from windlass.kernels import reference
 from windlass.kernels.copied import MAX_PACKED_ROWS, CopiedGemm
-from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs, UnscaledOutputs
+from windlass.kernels.gemm_io import (
+    InputQuant,
+    Inputs,
+    PlaneInputs,
+    QuantisedInputs,
+    UnscaledOutputs,
+)
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.linears import Linears
 from windlass.kernels.packed import Float8, Int4Group, Int8Group, pack_nibbles
@@ -92,6 +98,10 @@ def values(x: Inputs) -> torch.Tensor:
     """Dequantise inputs."""
     if isinstance(x, QuantisedInputs):
         return x.codes.float() * x.scales
+    if isinstance(x, PlaneInputs):
+        rows, size = x.shape
+        blocks = x.codes.float().unflatten(1, (len(x.scales), -1)) * x.scales.T[:, :, None]
+        return (blocks[:rows] + blocks[rows:]).flatten(1)[:, :size]
     assert isinstance(x, torch.Tensor)
     return x
 
@@ -101,13 +111,13 @@ class Norm:
 
     eps = 1e-5
 
-    def __init__(self, size: int, quantises: bool) -> None:
+    def __init__(self, size: int, wanted: InputQuant | None) -> None:
         self.weight = torch.randn(size, device=CUDA).bfloat16()
-        self.quantises = quantises
+        self.wanted = wanted
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         del num_rows
-        return InputQuant("rows") if self.quantises else None
+        return self.wanted
 
     def add(self, x: torch.Tensor | UnscaledOutputs, residual: torch.Tensor | None) -> tuple:
         from windlass.kernels.triton.norm import add_rms_norm
@@ -115,13 +125,13 @@ class Norm:
         return add_rms_norm(x, residual, self.weight, self.eps, self.input_quant(len(residual)))
 
 
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("wanted", [None, InputQuant("rows"), InputQuant("planes", 256, 128)])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 300])
 @pytest.mark.parametrize(("outputs", "size"), [(960, 576), (4096, 1536)])
-def test_fp8_with_a_norm(rows: int, outputs: int, size: int, quantises: bool) -> None:
+def test_fp8_with_a_norm(rows: int, outputs: int, size: int, wanted: InputQuant | None) -> None:
     from windlass.kernels.triton.fp8_linear import Fp8Linear
 
-    form, norm = fp8_form(outputs, size), Norm(outputs, quantises)
+    form, norm = fp8_form(outputs, size), Norm(outputs, wanted)
     x = torch.randn(rows, size, device=CUDA).bfloat16()
     before = torch.randn(rows, outputs, device=CUDA).bfloat16()
     unfused = (x.double() @ form.dequantise().double().T).bfloat16()
@@ -129,8 +139,9 @@ def test_fp8_with_a_norm(rows: int, outputs: int, size: int, quantises: bool) ->
     gemm = Fp8Linear().prepare(form)
     for _ in "ab":
         got, residual = gemm.then(x, before.clone(), norm)
-        assert isinstance(got, QuantisedInputs) == quantises
-        close(values(got), want, 2 * E4M3 if quantises else E4M3)
+        kinds = {None: torch.Tensor, "rows": QuantisedInputs, "planes": PlaneInputs}
+        assert isinstance(got, kinds[None if wanted is None else wanted.kind])
+        close(values(got), want, 2 * E4M3 if isinstance(got, QuantisedInputs) else E4M3)
         close(residual, want_residual, E4M3)
 
 
@@ -172,6 +183,37 @@ def test_int4_between_a_norm_and_a_gate(rows: int, activation) -> None:
     normed = rms_norm(x, gains, 1e-5, gemm.input_quant(rows))
     bound = 2**-7 if activation == "none" or rows <= 16 else 2 * E4M3
     close(values(gemm.gated(normed, silu_mul)), want, bound)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize(("block", "group"), [(64, 32), (128, 64), (256, 128), (256, 256)])
+@pytest.mark.parametrize("size", [576, 4096, 14336])
+def test_planes_from_norms_and_activations(rows: int, block: int, group: int, size: int) -> None:
+    """As those of the 16-bit result; a norm of another layout may round its sum of squares differently."""
+    from windlass.kernels.triton.norm import add_rms_norm, rms_norm, silu_mul
+    from windlass.kernels.triton.quantise import quantise_blocks
+
+    wanted = InputQuant("planes", block, group)
+    gate_up = randn(rows, 2 * size)
+    want = quantise_blocks(silu_mul(gate_up), block, group)  # type: ignore[arg-type]
+    got = silu_mul(gate_up, wanted)
+    assert isinstance(got, PlaneInputs)
+    assert torch.equal(got.codes, want.codes)
+    assert torch.equal(got.scales, want.scales)
+    assert torch.equal(got.sums, want.sums)
+
+    x, residual, gains = randn(rows, size), randn(rows, size), randn(1, size)[0]
+    normed, total = add_rms_norm(x, residual.clone(), gains, 1e-5)
+    planes, ours = add_rms_norm(x, residual.clone(), gains, 1e-5, wanted)
+    assert torch.equal(ours, total)
+    pairs = [(planes, normed), (rms_norm(x, gains, 1e-5, wanted), rms_norm(x, gains, 1e-5))]
+    for got, plain in pairs:
+        assert isinstance(got, PlaneInputs)
+        close(values(got), values(plain), 2**-10)
+        sums = values(got).new_zeros(rows, got.codes.shape[1])
+        sums[:, :size] = values(got)
+        found = got.sums.T[:rows] + got.sums.T[rows:]
+        close(found, sums.unflatten(1, (-1, group)).sum(2), 2**-12)
 
 
 @pytest.mark.parametrize("rows", ROWS)

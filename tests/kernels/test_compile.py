@@ -256,18 +256,25 @@ def codebook_gemm(rows: int, group: int, super_group: int) -> tuple:
     return table.table_linear_kernel, signature, {"SPLIT": True, **sizes}, {"num_stages": 3}
 
 
-def summed(two_shot: bool, normed: bool) -> tuple:
+def summed(two_shot: bool, normed: bool, in_planes: bool = False) -> tuple:
     signature = {"x": X, "out": X, "eps": "fp32", "buffers": L, "counters": I, "rank": "i32"}
     if normed:
         signature |= {"residual": X, "weight": X, "out": FP8, "out_scales": F}
     sizes = {"SIZE": 8192, "WIDTH": 8192, "ROWS": 256, "SLOT": 32768}
     constants = {"RANKS": 8, "LANES": 8, "TWO_SHOT": two_shot, **sizes}
+    if in_planes:
+        signature, constants = {**signature, **PLANES}, {**constants, **BLOCKWISE}
     return all_reduce.all_reduce_kernel, signature, constants, {"num_warps": 16}
 
+
+# Results in two int8 planes.
+PLANES = {"out": "*i8", "out_scales": F, "out_sums": F}
+BLOCKWISE = {"BLOCK": 256, "GROUP": 128}
 
 CASES = {
     "all_reduce": summed(False, False),
     "all_reduce with a norm, quantised": summed(False, True),
+    "all_reduce with a norm, in planes": summed(False, True, True),
     "all_reduce, two-shot": summed(True, False),
     "all_reduce, two-shot, with a norm": summed(True, True),
     "rms_norm": (
@@ -275,6 +282,12 @@ CASES = {
         {**NORM, "stride": "i32"},
         {"SIZE": 4096, "WIDTH": 4096, "GROUPS": 1},
         {},
+    ),
+    "rms_norm in planes": (
+        norm.rms_norm_kernel,
+        {**NORM, "stride": "i32", **PLANES},
+        {"SIZE": 4096, "WIDTH": 4096, "GROUPS": 1, **BLOCKWISE},
+        {"num_warps": 16},
     ),
     "rms_norm of groups": (
         norm.rms_norm_kernel,
@@ -287,6 +300,18 @@ CASES = {
         {**NORM, "residual": X},
         {"SIZE": 576, "WIDTH": 1024},
         {},
+    ),
+    "add_rms_norm in planes": (
+        norm.add_rms_norm_kernel,
+        {**NORM, "residual": X, **PLANES},
+        {"SIZE": 4096, "WIDTH": 4096, **BLOCKWISE},
+        {"num_warps": 16},
+    ),
+    "add_rms_norm of 8192 values in planes with groups of 32": (
+        norm.add_rms_norm_kernel,
+        {**NORM, "residual": X, **PLANES},
+        {"SIZE": 8192, "WIDTH": 8192, "BLOCK": 64, "GROUP": 32},
+        {"num_warps": 16},
     ),
     "add_rms_norm of unscaled outputs, quantised": (
         norm.add_rms_norm_kernel,
@@ -301,6 +326,12 @@ CASES = {
         {"num_warps": 16},
     ),
     "silu_mul": (norm.silu_mul_kernel, {"gate_up": X, "out": X}, {"SIZE": 1536, "WIDTH": 1024}, {}),
+    "silu_mul in planes": (
+        norm.silu_mul_kernel,
+        {"gate_up": X, **PLANES},
+        {"SIZE": 14336, "WIDTH": 1024, **BLOCKWISE},
+        norm._silu_options(False, False),
+    ),
     "silu_mul of unscaled outputs, quantised": (
         norm.silu_mul_kernel,
         {"gate_up": X, "rows": F, "columns": F, "out": FP8, "out_scales": F},
@@ -321,7 +352,7 @@ CASES = {
     ),
     "quantise blocks": (
         quantise.quantise_blocks_kernel,
-        {"x": X, "codes": "*i8", "scales": F, "sums": F, "M": "i32", "K": "i32"},
+        {"x": X, "codes": "*i8", "scales": F, "sums": F, "K": "i32"},
         {"K_PAD": 4096, "BLOCK": 256, "GROUP": 128},
         {"num_warps": 1},
     ),
@@ -465,7 +496,7 @@ QUICK = (
     "rms_norm",
     "add_rms_norm",
     "qk_norm",
-    "silu_mul",
+    "silu_mul in planes",
     "quantise rows",
     "quantise blocks",
     "quantise to int8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,13 @@ from triton.runtime.errors import OutOfResources
 from tests.quant.test_linears import weight
 from windlass.errors import ConfigError
 from windlass.kernels.batch import Heads
+from windlass.kernels.copied import CopiedGemm
+from windlass.kernels.gemm import TorchGemm
+from windlass.kernels.gemm_io import InputQuant
 from windlass.kernels.gpu import MEASURED, Gpu, gpu_of
 from windlass.kernels.linears import Linears
+from windlass.kernels.packed import Int4Group, Int8Group
+from windlass.kernels.reference_linear import Unpacked
 from windlass.kernels.select import Need, select
 from windlass.kernels.triton import grouped_linear, lora, pdl
 from windlass.kernels.triton.eight_bit import EightBitLinear
@@ -121,6 +127,29 @@ def test_w4a8_keeps_16_bit_activations_without_fp8(monkeypatch: pytest.MonkeyPat
     prepared = GroupedLinear().prepare(form)
     assert prepared.input_quant(100) is None
     assert "16-bit activations for more than 64 rows: fp8 tensor cores need" in str(prepared.lacks)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_grouped_gemms_want_planes_for_few_rows(scheme: str) -> None:
+    form = quantise(torch.randn(64, 512), SCHEMES[scheme])
+    assert isinstance(form, Int4Group | Int8Group)
+    gemm = GroupedLinear().prepare(form)
+    wanted = InputQuant("planes", min(2 * form.group, 256), min(form.group, 256))
+    assert [gemm.input_quant(rows) for rows in (1, 16, 17, 64, 65)] == [*[wanted] * 4, None]
+    permuted = GroupedLinear().prepare(replace(form, perm=torch.randperm(512)))
+    assert permuted.input_quant(1) is None
+    copied = CopiedGemm(gemm, Unpacked(form, torch.bfloat16, TorchGemm()))
+    assert [copied.input_quant(rows) for rows in (64, 65)] == [wanted, None]
+
+
+def test_the_hopper_gemm_wants_16_bit_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = GroupedLinear().prepare(quantise(torch.randn(64, 512), SCHEMES["int4"]))
+    hopper = SimpleNamespace(plan=lambda rows: ("wide",) if rows > 32 else ())
+    monkeypatch.setattr(gemm, "_hopper", hopper)
+    assert [gemm.input_quant(rows) is None for rows in (16, 17, 32, 33, 64)] == [
+        *[False] * 3,
+        *[True] * 2,
+    ]
 
 
 def test_a_rocm_device_gets_no_nvidia_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

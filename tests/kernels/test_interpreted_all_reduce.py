@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Check
-from windlass.kernels.gemm_io import InputQuant, QuantisedInputs
+from windlass.kernels.gemm_io import InputQuant, PlaneInputs, QuantisedInputs
 
 pytest.importorskip("triton")
 
@@ -30,13 +30,13 @@ class GainNorm:
     fusable = True
     eps = EPS
 
-    def __init__(self, size: int, quantised: bool = False) -> None:
+    def __init__(self, size: int, wanted: InputQuant | None = None) -> None:
         self.weight = torch.linspace(0.5, 1.5, size)
-        self._quantised = quantised
+        self._wanted = wanted
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
         del num_rows
-        return InputQuant("rows") if self._quantised else None
+        return self._wanted
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the interpreter's process")
@@ -160,13 +160,21 @@ def test_a_norm_may_quantise_the_sum() -> None:
 
     buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
     shared = SharedBuffers.of(0, [buffer.data_ptr()], CPU)
-    x, norm = call_inputs(0, 0, 2), GainNorm(SIZE, quantised=True)
+    x, norm = call_inputs(0, 0, 2), GainNorm(SIZE, InputQuant("rows"))
     out, _ = shared.all_reduce_norm(x, torch.zeros_like(x), norm)
     assert isinstance(out, QuantisedInputs)
     want, _ = add_rms_norm(x, torch.zeros_like(x), norm.weight, EPS, InputQuant("rows"))
     assert isinstance(want, QuantisedInputs)
     assert torch.equal(out.scales, want.scales)
     assert torch.equal(out.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    norm = GainNorm(SIZE, InputQuant("planes", 64, 32))
+    planes, _ = shared.all_reduce_norm(x, torch.zeros_like(x), norm)
+    wanted, _ = add_rms_norm(x, torch.zeros_like(x), norm.weight, EPS, norm.input_quant(2))
+    assert isinstance(planes, PlaneInputs)
+    assert isinstance(wanted, PlaneInputs)
+    assert torch.equal(planes.codes, wanted.codes)
+    assert torch.equal(planes.scales, wanted.scales)
+    assert torch.equal(planes.sums, wanted.sums)
 
 
 def test_large_tensors_are_refused() -> None:

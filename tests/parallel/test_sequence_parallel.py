@@ -299,6 +299,15 @@ def test_norms_quantise_if_all_readers_want_it() -> None:
     assert not TokenSplit(thread_groups(2)[0], 18).is_unquantised(Norm())  # type: ignore[arg-type]
 
 
+def test_planes_of_tokens_are_not_gathered() -> None:
+    class Norm:
+        def input_quant(self, num_rows: int) -> InputQuant | None:
+            del num_rows
+            return InputQuant("planes", 256, 128)
+
+    assert TokenSplit(thread_groups(2)[0], 18).is_unquantised(Norm())  # type: ignore[arg-type]
+
+
 def test_prompt_tokens_of_a_slice() -> None:
     batch = StepBatch(
         positions=torch.arange(12),

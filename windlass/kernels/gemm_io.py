@@ -15,9 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class InputQuant:
-    """How a GEMM wants its inputs: e4m3 codes with one scale per row."""
+    """How a GEMM wants its inputs: e4m3 codes with one scale per row, or two int8 planes."""
 
-    kind: Literal["rows"]
+    kind: Literal["rows", "planes"]
+    block: int = 1  # inputs per scale of a plane
+    group: int = 1  # inputs per sum of a plane; divides the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,21 @@ class QuantisedInputs:
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneInputs:
+    """GEMM inputs as two int8 planes; the second holds the quantisation error of the first."""
+
+    codes: Tensor  # int8 [2 M, K padded with zeros to whole blocks]
+    scales: Tensor  # float32 [blocks, 2 M]
+    sums: Tensor  # float32 [groups, 2 M]: sums of the dequantised values
+    num_in: int  # K
+    dtype: torch.dtype  # of the unquantised activations
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.codes.shape[0] // 2, self.num_in))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +66,5 @@ class UnscaledOutputs:
         return (self.values.float() * self.rows * self.columns).to(self.values.dtype)
 
 
-Inputs = Tensor | QuantisedInputs
+Inputs = Tensor | QuantisedInputs | PlaneInputs
 Outputs = Tensor | UnscaledOutputs

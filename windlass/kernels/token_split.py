@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.gemm import Norm
-from windlass.kernels.gemm_io import Inputs, QuantisedInputs
+from windlass.kernels.gemm_io import InputQuant, Inputs, QuantisedInputs
 
 
 class Ranks(Protocol):
@@ -71,6 +71,7 @@ class TokenSplit:
             return x
         if isinstance(x, Tensor):
             return self.gather_rows(x)
+        assert isinstance(x, QuantisedInputs)  # `is_unquantised` refuses planes
         codes = self.gather_rows(x.codes.view(torch.uint8)).view(x.codes.dtype)
         return QuantisedInputs(codes, self.gather_rows(x.scales), x.dtype)
 
@@ -96,5 +97,6 @@ class TokenSplit:
         return self._ranks.all_reduce(torch.where(is_own, rows, torch.zeros_like(rows)))
 
     def is_unquantised(self, norm: Norm) -> bool:
-        """Whether a norm must not quantise: its readers want it for some numbers of rows and not others."""
-        return any(norm.input_quant(rows) is None for rows in {self.num_tokens, *self.counts})
+        """Whether a norm must not quantise: not all readers want codes by row, which can be gathered."""
+        wanted = {norm.input_quant(rows) for rows in {self.num_tokens, *self.counts}}
+        return wanted != {InputQuant("rows")}

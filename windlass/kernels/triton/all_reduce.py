@@ -23,7 +23,7 @@ from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
 from windlass.kernels.triton import pdl
 from windlass.kernels.triton.norm import normed
-from windlass.kernels.triton.quantise import allocate, store_quantised
+from windlass.kernels.triton.quantise import Stored, allocate, store_quantised
 
 MAX_RANKS = 8
 MAX_ROWS = 256  # few enough that all programs run at the same time
@@ -59,6 +59,7 @@ def all_reduce_kernel(
     x,
     out,
     out_scales,
+    out_sums,
     residual,
     weight,
     eps,
@@ -69,6 +70,8 @@ def all_reduce_kernel(
     LANES: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     SLOT: tl.constexpr,
     TWO_SHOT: tl.constexpr,
@@ -79,7 +82,7 @@ def all_reduce_kernel(
     row = tl.program_id(0)
     at, lanes = tl.arange(0, WIDTH), tl.arange(0, LANES)
     mask, ranks = at < SIZE, lanes < RANKS
-    kind = x.dtype.element_ty
+    kind: tl.constexpr = x.dtype.element_ty
     bases = tl.load(buffers + lanes, mask=ranks, other=0)
     own = tl.load(buffers + rank)
     epoch = tl.load(counters + row) + 1
@@ -114,7 +117,8 @@ def all_reduce_kernel(
         tl.store(residual + at_row, sum_, mask=mask)
         gain = tl.load(weight + at, mask=mask, other=0.0)
         value = normed(sum_.to(tl.float32), gain, eps, SIZE)
-    store_quantised(value, out, out_scales, row.to(tl.int64), at, mask, SIZE)
+    wide_row = row.to(tl.int64)
+    store_quantised(value, out, out_scales, out_sums, wide_row, 0, kind, SIZE, BLOCK, GROUP)
     tl.debug_barrier()  # every thread has read the counter
     tl.store(counters + row, epoch)
 
@@ -152,7 +156,7 @@ class SharedBuffers:
         """The sum of all ranks' tensors. `two_shot`: None chooses by size."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         out = torch.empty_like(flat)
-        self._launch(flat, out, None, two_shot=two_shot)
+        self._launch(flat, Stored(out, out), two_shot=two_shot)
         return out.view(x.shape)
 
     def all_reduce_norm(
@@ -160,9 +164,9 @@ class SharedBuffers:
     ) -> tuple[Inputs, Tensor]:
         """Add the sum of all ranks' x to the residual stream, in place, and normalise it."""
         x, (rows, size) = x.contiguous(), x.shape
-        result, out, scales = allocate(rows, size, x, norm.input_quant(rows))
-        self._launch(x, out, scales, (residual, norm.weight, norm.eps), two_shot)
-        return result, residual
+        stored = allocate(rows, size, x, norm.input_quant(rows))
+        self._launch(x, stored, (residual, norm.weight, norm.eps), two_shot)
+        return stored.result, residual
 
     def release(self, buffer: Tensor) -> None:
         """Set all flags of this rank's buffer: kernels that wait for lost ranks end, without their values."""
@@ -172,8 +176,7 @@ class SharedBuffers:
     def _launch(
         self,
         x: Tensor,
-        out: Tensor,
-        scales: Tensor | None,
+        stored: Stored,
         added: tuple[Tensor, Tensor, float] | None = None,
         two_shot: bool | None = None,
     ) -> None:
@@ -181,11 +184,12 @@ class SharedBuffers:
         if two_shot is None:
             two_shot = ranks > 2 and (ranks - 1) * x.nbytes > _ONE_SHOT_BYTES
         residual, weight, eps = added or (None, None, 0.0)
-        width = triton.next_power_of_2(size)
+        width = stored.width(size)
         all_reduce_kernel[(rows,)](
             x,
-            out,
-            scales,
+            stored.out,
+            stored.scales,
+            stored.sums,
             residual,
             weight,
             eps,
@@ -196,6 +200,8 @@ class SharedBuffers:
             LANES=MAX_RANKS,
             SIZE=size,
             WIDTH=width,
+            BLOCK=stored.block,
+            GROUP=stored.group,
             ROWS=MAX_ROWS,
             SLOT=SLOT_BYTES,
             TWO_SHOT=two_shot,

@@ -171,7 +171,8 @@ class Fp8Gemm(Prepared):
         return self._many.raw(self._quantised(x), self._codes)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        if x.shape[0] > _MAX_NORM_ROWS:
+        wanted = norm.input_quant(x.shape[0])
+        if x.shape[0] > _MAX_NORM_ROWS or (wanted is not None and wanted.kind == "planes"):
             return super().then(x, residual, norm)
         return self._few(x, (residual, norm))[1], residual
 
@@ -231,8 +232,9 @@ class Fp8Gemm(Prepared):
         width, norm_rows = 1, 0
         if then is not None:
             residual, norm = then
-            normed, codes, code_scales = allocate(rows, outputs, out, norm.input_quant(rows))
-            into = (residual, norm.weight, codes, code_scales, norm.eps)
+            stored = allocate(rows, outputs, out, norm.input_quant(rows))
+            normed = stored.result
+            into = (residual, norm.weight, stored.out, stored.scales, norm.eps)
             width = triton.next_power_of_2(outputs)
             norm_rows = min(triton.next_power_of_2(rows), max(1, _NORM_VALUES // width))
         fit(fp8_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs
+from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, PlaneInputs, QuantisedInputs
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Int4Group, Int8Group, Packed, pack_nibbles, unpack_nibbles
 from windlass.kernels.prepared import RowReader
@@ -132,6 +132,7 @@ class GroupQuantGemm(RowReader):
         self._half = min(_MAX_HALF, form.group)
         self._block = 2 * self._half
         self._group = form.group
+        self._planes = InputQuant("planes", self._block, min(self._group, self._block))
         padding = -self._num_in % self._block
         codes = unpack_nibbles(form.codes) if isinstance(form, Int4Group) else form.codes
         codes = pad(codes, (0, padding))
@@ -197,24 +198,31 @@ class GroupQuantGemm(RowReader):
         yield from super().storages()
         yield from self._space.storages()
 
+    def _uses_hopper(self, num_rows: int) -> bool:
+        """Whether the GEMM of so many rows has 16-bit activations and unpacks int4 in registers."""
+        return (
+            num_rows > _MAX_FINE_ROWS
+            and self._hopper is not None
+            and bool(self._hopper.plan(num_rows))
+        )
+
     def input_quant(self, num_rows: int) -> InputQuant | None:
-        if num_rows <= _MAX_FUSED_ROWS or self._in_fp8 is None or self._perm is not None:
+        if self._perm is not None or self._uses_hopper(num_rows):
             return None
-        return InputQuant("rows")
+        if num_rows <= _MAX_FUSED_ROWS:
+            return self._planes
+        return None if self._in_fp8 is None else InputQuant("rows")
 
     def apply(self, x: Inputs) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows > _MAX_FINE_ROWS and self._hopper is not None and self._hopper.plan(num_rows):
-            assert isinstance(x, Tensor)
-            return self._hopper.apply((x if self._perm is None else x[:, self._perm]).contiguous())
+        if self._uses_hopper(num_rows):
+            assert self._hopper is not None
+            return self._hopper.apply(self._permuted(x).contiguous())
         if num_rows <= _MAX_FUSED_ROWS:
-            assert isinstance(x, Tensor)
-            return self._fused(x)
+            return self._fused(self._in_planes(x))
         if self._in_fp8 is not None:
             return self._in_fp8.apply(self._quantised(x), self._dequantised(_FP8))
-        assert isinstance(x, Tensor)
-        permuted = x if self._perm is None else x[:, self._perm]
-        return linear(permuted, self._dequantised(x.dtype))
+        return linear(self._permuted(x), self._dequantised(x.dtype))
 
     def raw(self, x: Inputs) -> Outputs:
         if x.shape[0] <= _MAX_FUSED_ROWS or self._in_fp8 is None:
@@ -222,23 +230,31 @@ class GroupQuantGemm(RowReader):
         return self._in_fp8.raw(self._quantised(x), self._dequantised(_FP8))
 
     def _quantised(self, x: Inputs) -> QuantisedInputs:
-        if isinstance(x, QuantisedInputs):
+        return x if isinstance(x, QuantisedInputs) else quantise_rows(self._permuted(x))
+
+    def _in_planes(self, x: Inputs) -> PlaneInputs:
+        if isinstance(x, PlaneInputs):
+            assert x.codes.shape[1] == self._padded
             return x
         assert isinstance(x, Tensor)
-        return quantise_rows(x if self._perm is None else x[:, self._perm])
+        return quantise_blocks(x, self._planes.block, self._planes.group, self._perm)
+
+    def _permuted(self, x: Inputs) -> Tensor:
+        """Unquantised inputs in the order of the weight's."""
+        assert isinstance(x, Tensor)
+        return x if self._perm is None else x[:, self._perm]
 
     def _splits(self, rows: int) -> int:
         programs = _MIN_PROGRAMS if rows <= _MAX_FINE_ROWS else _MIN_PROGRAMS_MANY_ROWS
         splits = triton.next_power_of_2(triton.cdiv(programs, self._tiles))
         return max(1, min(_MAX_SPLITS, splits, self._padded // self._block))
 
-    def _fused(self, x: Tensor) -> Tensor:
-        planes = quantise_blocks(x, self._block, min(self._group, self._block), self._perm)
-        rows, outputs = x.shape[0], self._num_out
+    def _fused(self, planes: PlaneInputs) -> Tensor:
+        rows, outputs = planes.shape[0], self._num_out
         padded_rows = min(_MAX_FUSED_ROWS, max(8, triton.next_power_of_2(rows)))
         num_planes = 1 if self._coarse and rows > _MAX_FINE_ROWS else 2
         splits = self._splits(rows)
-        out = x.new_empty((rows, outputs))
+        out = planes.scales.new_empty((rows, outputs), dtype=planes.dtype)
         fit(grouped_linear_kernel)[(self._tiles, splits)](
             planes.codes,
             planes.scales,

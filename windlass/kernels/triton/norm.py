@@ -48,10 +48,13 @@ def rms_norm_kernel(
     weight,
     out,
     out_scales,
+    out_sums,
     stride,
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,7 +65,9 @@ def rms_norm_kernel(
     mask = at < SIZE
     value = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(weight + row % GROUPS * SIZE + at, mask=mask, other=0.0)
-    store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
+    value = normed(value, gain, eps, SIZE)
+    kind: tl.constexpr = x.dtype.element_ty
+    store_quantised(value, out, out_scales, out_sums, row, 0, kind, SIZE, BLOCK, GROUP)
 
 
 @triton.jit
@@ -74,9 +79,12 @@ def add_rms_norm_kernel(
     weight,
     out,
     out_scales,
+    out_sums,
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """residual += x; out = norm(residual) * weight"""
@@ -91,7 +99,9 @@ def add_rms_norm_kernel(
     tl.store(residual + row * SIZE + at, total, mask=mask)
     value = total.to(tl.float32)
     gain = tl.load(weight + at, mask=mask, other=0.0)
-    store_quantised(normed(value, gain, eps, SIZE), out, out_scales, row, at, mask, SIZE)
+    value = normed(value, gain, eps, SIZE)
+    kind: tl.constexpr = residual.dtype.element_ty
+    store_quantised(value, out, out_scales, out_sums, row, 0, kind, SIZE, BLOCK, GROUP)
 
 
 @triton.jit
@@ -131,27 +141,33 @@ def silu_mul_kernel(
     columns,
     out,
     out_scales,
+    out_sums,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """silu(gate) * up for WIDTH columns of a row; for all columns if they share a scale."""
+    """silu(gate) * up for WIDTH columns of a row: whole blocks of planes, or all that share a scale."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    first = tl.program_id(1) * WIDTH
+    at = first + tl.arange(0, WIDTH)
     mask = at < SIZE
-    kind = gate_up.dtype.element_ty
+    kind: tl.constexpr = gate_up.dtype.element_ty
     gate = tl.load(gate_up + row * 2 * SIZE + at, mask=mask, other=0.0)
     gate = scaled(gate, rows, columns, row, at, mask)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=mask, other=0.0)
     if rows is not None:
         up = scaled(up, rows, columns, row, SIZE + at, mask).to(kind)
     active = (gate / (1 + tl.exp(-gate))).to(kind)
-    store_quantised(active * up, out, out_scales, row, at, mask, SIZE)
+    value = active * up
+    store_quantised(value, out, out_scales, out_sums, row, first, kind, SIZE, BLOCK, GROUP)
 
 
-def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
+def _warps(width: int, in_planes: bool = False) -> int:
+    """With 256 values per warp, codes of planes are stored as values are loaded: 8 by each thread."""
+    return min(16, max(1, width // (256 if in_planes else 512)))
 
 
 def values_and_scales(x: Outputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -171,21 +187,25 @@ def rms_norm(
     assert groups == 1 or input_quant is None
     size = x.shape[-1] // groups
     flat = x.reshape(-1, size)
-    result, out, out_scales = allocate(flat.shape[0], size, flat, input_quant)
-    width = triton.next_power_of_2(size)
+    stored = allocate(flat.shape[0], size, flat, input_quant)
+    width = stored.width(size)
     rms_norm_kernel[(flat.shape[0],)](
         flat,
         weight,
-        out,
-        out_scales,
+        stored.out,
+        stored.scales,
+        stored.sums,
         flat.stride(0),
         eps,
         SIZE=size,
         WIDTH=width,
+        BLOCK=stored.block,
+        GROUP=stored.group,
         GROUPS=groups,
-        num_warps=_warps(width),
+        num_warps=_warps(width, stored.sums is not None),
         **pdl.options(),
     )
+    result = stored.result
     return result.view(x.shape) if isinstance(result, Tensor) else result
 
 
@@ -195,23 +215,26 @@ def add_rms_norm(
     """Same contract as `reference.add_rms_norm`, but the residual is updated in place."""
     values, rows, columns = values_and_scales(x)
     size = values.shape[-1]
-    result, out, out_scales = allocate(values.shape[0], size, values, input_quant)
-    width = triton.next_power_of_2(size)
+    stored = allocate(values.shape[0], size, values, input_quant)
+    width = stored.width(size)
     add_rms_norm_kernel[(values.shape[0],)](
         values,
         rows,
         columns,
         residual,
         weight,
-        out,
-        out_scales,
+        stored.out,
+        stored.scales,
+        stored.sums,
         eps,
         SIZE=size,
         WIDTH=width,
-        num_warps=_warps(width),
+        BLOCK=stored.block,
+        GROUP=stored.group,
+        num_warps=_warps(width, stored.sums is not None),
         **pdl.options(),
     )
-    return result, residual
+    return stored.result, residual
 
 
 def qk_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
@@ -244,19 +267,20 @@ def silu_mul(gate_up: Outputs, input_quant: InputQuant | None = None) -> Inputs:
     values, rows, columns = values_and_scales(gate_up)
     count, width = values.shape
     size = width // 2
-    result, out, out_scales = allocate(count, size, values, input_quant)
-    width = triton.next_power_of_2(size)
-    if out_scales is None:
-        width = min(_COLUMNS, width)
+    stored = allocate(count, size, values, input_quant)
+    width = stored.width(size if stored.is_by_row else min(size, _COLUMNS))
     silu_mul_kernel[(count, triton.cdiv(size, width))](
         values,
         rows,
         columns,
-        out,
-        out_scales,
+        stored.out,
+        stored.scales,
+        stored.sums,
         SIZE=size,
         WIDTH=width,
-        **_silu_options(out_scales is not None, rows is not None),
+        BLOCK=stored.block,
+        GROUP=stored.group,
+        **_silu_options(stored.is_by_row, rows is not None),
         **pdl.options(),
     )
-    return result
+    return stored.result
