@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from tests.kernels.conftest import Check
 from windlass.kernels.gemm_io import InputQuant, Inputs, PlaneInputs, UnscaledOutputs
 from windlass.kernels.packed import Int4Group, Int8Group, pack_nibbles
+from windlass.kernels.prepared import Prepared
+from windlass.layers.norm import RMSNorm
 
 pytest.importorskip("triton")
 
@@ -133,3 +136,39 @@ def test_a_row_of_zeros() -> None:
     plain, wanted = norm.silu_mul(gate_up), InputQuant("planes", 256, 64)
     assert isinstance(plain, Tensor)
     check(norm.silu_mul(gate_up, wanted), plain, wanted)
+
+
+def norm_before(reader: Prepared | None, size: int) -> RMSNorm:
+    from windlass.kernels.triton import norm
+
+    found = RMSNorm(size, EPS, torch.float16, norm)  # type: ignore[arg-type]
+    found.weight.copy_(torch.rand(size) / 64)
+    if reader is not None:
+        found.input_quant = reader.input_quant
+    return found
+
+
+@inside
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_mlp_between_norms(rows: int) -> None:
+    """The inputs of both GEMMs are planes, and the results are those of 16-bit inputs."""
+    from windlass.kernels.triton.grouped_linear import GroupedLinear
+    from windlass.kernels.triton.norm import silu_mul
+
+    up = GroupedLinear().prepare(form_of(4, 64, size=192, outputs=640))
+    down = GroupedLinear().prepare(form_of(8, 32, size=320, outputs=192))
+    attended, residual = (torch.randn(rows, 192).half() for _ in "ab")
+    before, after = norm_before(up, 192), norm_before(None, 192)
+    found = []
+    for unquantised in (False, True):
+        x, total = before.add(attended, residual.clone(), unquantised)
+        assert isinstance(x, PlaneInputs) != unquantised
+        wanted = None if unquantised else down.input_quant(rows)
+        y = up.gated(x, partial(silu_mul, input_quant=wanted))
+        assert isinstance(y, PlaneInputs) != unquantised
+        found.append(down.then(y, total, after))
+    (normed, total), (plain, plain_total) = found
+    assert isinstance(normed, Tensor)
+    assert isinstance(plain, Tensor)
+    assert torch.equal(normed, plain)
+    assert torch.equal(total, plain_total)
