@@ -67,10 +67,11 @@ class ModelConfig:
         None, "Quantise 16-bit weights to this format at load time.", "-q"
     )
     quantize_head: bool = option(False, "With --quantization: quantise the LM head too.")
-    dequantized_copies: bool = option(
-        False,
+    dequantized_copies: bool | None = option(
+        None,
         "On a GPU, keep a 16-bit copy of 4- and 8-bit weights for steps of more than 64 tokens: faster, for "
-        "2 bytes of memory per weight.",
+        "2 bytes of memory per weight. Default: if the copies take at most an eighth of the GPU's memory, "
+        "and a quarter of what is otherwise left for the KV cache.",
     )
     device: Device = option("auto", "Device to run on.")
     model_impl: ModelImpl = option(

@@ -23,6 +23,7 @@ from windlass.models.checkpoint import Checkpoint
 from windlass.models.loader import outline
 from windlass.models.network import make_network
 from windlass.quant.unquantised import Unquantised
+from windlass.runner.copies import choose_copies
 from windlass.runner.load import make_blueprint
 from windlass.text.chat_template import ChatTemplate
 
@@ -36,6 +37,9 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
     blueprint = make_blueprint(config, opened.hparams, checkpoint)
     parts = blueprint.parts
     network = make_network(opened.hparams, parts)
+    layout = blueprint.kv_format.layout
+    copies = choose_copies(config, opened.hparams, network, parts=parts, layout=layout)
+    blueprint.linears.copies = copies.made
     outline(network)
     report: Json = {
         "model": _model(opened),
@@ -46,7 +50,12 @@ def examine(config: EngineConfig, list_tensors: bool = False) -> Json:
         "formats": _formats(checkpoint),
         "choices": [
             asdict(item)
-            for item in (*network.choices, *blueprint.choices, blueprint.kv_format.choice)
+            for item in (
+                *network.choices,
+                *blueprint.choices,
+                *copies.choices(network),
+                blueprint.kv_format.choice,
+            )
         ],
         "kernels": [_kernel(selection) for selection in parts.ops.chosen],
         "linear_layers": _linear_layers(network),

@@ -6,6 +6,7 @@ kernel is one file and one line in `_CANDIDATES`. This file also decides which w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -76,6 +77,7 @@ class PackedGemm:
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
     batch_invariant: bool = True  # whether the kernel can be batch-invariant
+    copy_bytes: int = 0  # that a dequantised copy takes, made or not; 0: it would be of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Linears:
         self._plain = plain
         self._reference = reference
         self._w4a8 = w4a8
-        self._copies = copies
+        self.copies = copies  # may be set until the first weight is prepared
         self._kernels = [] if plain or reference else _kernels(device, workers or Workers())
 
     def decide(self, form: Packed) -> Decision:
@@ -149,14 +151,18 @@ class Linears:
         refusals["others"] = _no_gpu_kernel(form, self.device)
         return Decision(ReferenceLinear(), refusals)
 
-    def prepare(self, weight: Packed | Tensor) -> PackedGemm:
-        """Choose a kernel and prepare the weight for it. Meta tensors get only a shape and a size."""
+    def prepare(self, weight: Packed | Tensor, *, multiplied: bool = True) -> PackedGemm:
+        """Choose a kernel and prepare the weight for it. Meta tensors get only a shape and a size.
+
+        `multiplied`: whether GEMMs read the weight, and not only its single rows.
+        """
         if isinstance(weight, Tensor):
             return self._dense(weight)
         if self._w4a8 and isinstance(weight, Int4Group):
             weight = replace(weight, activation="token")
         decision = self.decide(weight)
         prepared: Prepared
+        copy_bytes = 0
         if decision.unpacked is not None:
             prepared, kernel = Unpacked(weight, self.dtype, self.gemm), "torch"
             batch_invariant = True
@@ -166,7 +172,9 @@ class Linears:
             else:
                 prepared = decision.kernel.prepare(weight)
             kernel, batch_invariant = decision.kernel.name, decision.kernel.batch_invariant
-            if self._copies and why_not_copied(weight) is None:
+            if multiplied and why_not_copied(weight) is None:
+                copy_bytes = math.prod(weight.shape) * self.dtype.itemsize
+            if self.copies and copy_bytes:
                 prepared = CopiedGemm(prepared, Unpacked(weight, self.dtype, self.gemm))
                 kernel = f"{kernel}, and a 16-bit copy for more than {MAX_PACKED_ROWS} rows"
         return PackedGemm(
@@ -177,6 +185,7 @@ class Linears:
             reason="; ".join(filter(None, (decision.reason, prepared.lacks))),
             refusals=decision.refusals,
             batch_invariant=batch_invariant,
+            copy_bytes=copy_bytes,
         )
 
     def _lacks(self) -> str | None:

@@ -54,6 +54,8 @@ class TiedEmbedding(nn.Module):
 class PackedEmbedding(StoredWeight):
     """Embedding that stays quantised. Its method must support reading rows."""
 
+    multiplied = False
+
     def __init__(
         self,
         vocab_size: int,

@@ -28,6 +28,8 @@ class StoredWeight(nn.Module):
     There is no weight before the loader filled `stored` and the method finished it.
     """
 
+    multiplied = True  # by GEMMs; else only single rows are read
+
     def __init__(self, outputs: Mapping[str, Shard], inputs: Shard, method: LinearMethod) -> None:
         super().__init__()
         self.outputs = dict(outputs)

@@ -120,6 +120,12 @@ class RankNetwork:
         ends = (self._start if stage.is_first else []) + (self._end if stage.is_last else [])
         return count_bytes(ends) + sum(map(self._layer_bytes, stage.layers))
 
+    def stage_copies(self, stage: Stage) -> int:
+        """Bytes of 16-bit copies of a pipeline stage's weights, made or not."""
+        ends = (self._start if stage.is_first else []) + (self._end if stage.is_last else [])
+        layers = (count_copies([self.layer(index)]) for index in stage.layers)
+        return count_copies(ends) + sum(layers)
+
     def _layer_bytes(self, index: int) -> int:
         return count_bytes([self.layer(index)])
 
@@ -146,6 +152,13 @@ def count_bytes(modules: Iterable[nn.Module]) -> int:
     plain = {id(item): item.nbytes for child in inner for item in child.parameters(recurse=False)}
     packed = sum(child.gemm_bytes for child in inner if isinstance(child, StoredWeight))
     return sum(plain.values()) + packed
+
+
+def count_copies(modules: Iterable[nn.Module]) -> int:
+    """Bytes of 16-bit copies of the modules' weights, made or not; shared weights count once."""
+    inner = dict.fromkeys(child for module in modules for child in module.modules())
+    stored = (child for child in inner if isinstance(child, StoredWeight))
+    return sum(gemm.copy_bytes for each in stored for gemm in each.gemms)
 
 
 def rank_network(hparams: HParams, parts: Parts, shape: RankShape, rank: int = 0) -> RankNetwork:

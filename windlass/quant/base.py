@@ -129,6 +129,7 @@ class Layer(Protocol):
 
     parts: dict[str, int]  # name to this rank's outputs, in stacking order
     num_in: int
+    multiplied: bool  # by GEMMs; else only single rows are read
     stored: dict[str, Part]  # by part; filled by the loader, emptied by `finish`
     weight: nn.Parameter | None  # of an unquantised layer
     gemms: list[PackedGemm]  # of a quantised layer; outputs are concatenated

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class PackedMethod(ABC):
         return join(forms)
 
     def finish(self, layer: Layer) -> None:
-        layer.gemms = [self._linears.prepare(form) for form in self.forms(layer)]
+        prepare = partial(self._linears.prepare, multiplied=layer.multiplied)
+        layer.gemms = [prepare(form) for form in self.forms(layer)]
 
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         outputs = [gemm.prepared.apply(x) for gemm in layer.gemms]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from windlass.config import AUTO, EngineConfig, Limits
 from windlass.core.card import Capacity, Choice
-from windlass.core.kv_layout import KVLayout, tokens_in_flight
+from windlass.core.kv_layout import tokens_in_flight
 from windlass.core.types import SlotId
 from windlass.kernels.batch import KVCache
 from windlass.kernels.experts import ExpertMLP
@@ -14,7 +14,7 @@ from windlass.kernels.prepared import Prepared
 from windlass.layers.linear import Linear
 from windlass.layers.moe import ExpertStack
 from windlass.models.hparams import HParams
-from windlass.models.network import Parts, rank_heads
+from windlass.models.network import rank_heads
 from windlass.parallel.groups import least
 from windlass.runner.cuda.graphs import AtStart
 from windlass.runner.cuda.start_steps import StartSteps, bytes_kept, free_after_sync
@@ -31,7 +31,7 @@ from windlass.runner.eager import EagerExecutor, ReferenceMetadata, RunnerParts
 from windlass.runner.executor import Executor
 from windlass.runner.kv_copies import reserved_bytes
 from windlass.runner.kv_records import RecordLayout
-from windlass.runner.load import Loaded, kv_format_of
+from windlass.runner.load import Loaded, kv_format_of, stage_layout
 from windlass.runner.pipeline import NoSampling, Pipeline
 from windlass.runner.pooling import Pooler
 from windlass.runner.runner import Runner
@@ -410,11 +410,6 @@ class _RunnerBuilder:
         with self._phase("measure CUDA graphs"):
             graphs = steps.graph_bytes()
         return {"graphs": graphs, "activations": activations}
-
-
-def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:
-    """The layout of the layers that this rank computes."""
-    return layout if parts.stage is None else layout.stage(parts.stage.layers)
 
 
 def sampled_positions(config: EngineConfig, hparams: HParams, limits: Limits) -> int:

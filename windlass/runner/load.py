@@ -13,6 +13,7 @@ import torch
 from windlass.config import AUTO, EngineConfig, ModelConfig, ParallelConfig
 from windlass.core.card import Choice
 from windlass.core.expert_load import check_placements, read_placements
+from windlass.core.kv_layout import KVLayout
 from windlass.core.moe import ExpertPlacement
 from windlass.errors import ConfigError
 from windlass.kernels.copied import CopiedGemm
@@ -42,6 +43,7 @@ from windlass.parallel.groups import GlooGroup, first_numbers
 from windlass.parallel.mesh import Group, Mesh
 from windlass.quant.unquantised import Unquantised
 from windlass.runner.collectives import SymmetricMemoryGroup, choose_collectives
+from windlass.runner.copies import Copies, choose_copies
 from windlass.runner.device import (
     KVFormat,
     choose_device,
@@ -60,7 +62,6 @@ _WEIGHT_OPTIONS = (
     "dtype",
     "quantization",
     "quantize_head",
-    "dequantized_copies",
     "plain_kernels",
 )
 
@@ -90,6 +91,7 @@ class Loaded:
     weight_bytes: int
     choices: list[Choice]
     why_not_batch_invariant: str | None  # the reason to refuse deterministic requests
+    copies: Copies
 
 
 def make_blueprint(
@@ -137,7 +139,7 @@ def make_blueprint(
         plain=config.model.plain_kernels,
         reference=config.model.dtype == "float32",
         w4a8=config.model.quantization == "w4a8",
-        copies=config.model.dequantized_copies,
+        copies=bool(config.model.dequantized_copies),
         workers=workers,
     )
     methods = choose_methods(config.model, hparams, checkpoint=checkpoint, linears=linears)
@@ -215,6 +217,11 @@ def kv_format_of(config: EngineConfig, hparams: HParams, parts: Parts) -> KVForm
     )
 
 
+def stage_layout(layout: KVLayout, parts: Parts) -> KVLayout:
+    """The layout of the layers that this rank computes."""
+    return layout if parts.stage is None else layout.stage(parts.stage.layers)
+
+
 def load_network(
     config: EngineConfig,
     hparams: HParams,
@@ -235,12 +242,16 @@ def load_network(
     parts, stages = _cut(config, hparams, blueprint.parts)
     network = make_network(hparams, parts)
     if weights is None:
+        layout = stage_layout(blueprint.kv_format.layout, parts)
+        copies = choose_copies(config, hparams, network, parts=parts, layout=layout)
+        blueprint.linears.copies = copies.made
         try:
             load(network, checkpoint, parts.device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(_does_not_fit(config, hparams, blueprint)) from error
     else:
         _check_same_weights(config.model, parts.device, weights)
+        copies = weights.copies
         share_weights(network, weights.network, linears=blueprint.linears, experts=parts.experts)
     network.check()
     check_copies(config.model, network)
@@ -253,6 +264,7 @@ def load_network(
         *blueprint.choices,
         *stages,
         *memory(stored),
+        *copies.choices(network),
         *_expert_choices(experts),
     ]
     if blueprint.parts.mesh.ep.size > 1:
@@ -271,6 +283,7 @@ def load_network(
         why_not_batch_invariant=network.why_eager
         or _why_not_batch_invariant(layers, experts)
         or _why_not_summed_in_order(hparams, parts, blueprint.linears.gemm),
+        copies=copies,
     )
 
 
@@ -338,10 +351,10 @@ def _check_same_weights(config: ModelConfig, device: torch.device, weights: Load
     pairs = {
         name: (getattr(config, name), getattr(weights.config, name)) for name in _WEIGHT_OPTIONS
     }
-    for name, (wanted, held) in {
-        **pairs,
-        "device": (device.type, weights.parts.device.type),
-    }.items():
+    pairs["device"] = device.type, weights.parts.device.type
+    if config.dequantized_copies is not None:
+        pairs["dequantized_copies"] = config.dequantized_copies, weights.copies.made
+    for name, (wanted, held) in pairs.items():
         if wanted != held:
             raise ConfigError(
                 f"the weights to share were loaded with {name} {held!r}, but this engine has {wanted!r}. "

@@ -56,6 +56,7 @@ def open_draft(config: EngineConfig, hparams: HParams) -> DraftModel:
         model=options.spec_model,
         dtype=options.spec_dtype,
         quantization=options.spec_quantization,
+        dequantized_copies=False,
         device=model.device,
         load_format="dummy" if model.load_format == "dummy" else "auto",
         download_dir=model.download_dir,

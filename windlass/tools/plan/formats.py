@@ -29,6 +29,7 @@ from windlass.models.hparams import HParams
 from windlass.models.loader import outline
 from windlass.models.methods import choose_methods
 from windlass.models.network import Network, Parts, kernel_need, make_network
+from windlass.models.rank_weights import count_copies
 from windlass.quant.detect import detect
 from windlass.quant.file_dtype import FileDtype
 from windlass.quant.unquantised import Unquantised
@@ -68,6 +69,7 @@ class FormatSize:
     read_bytes: int  # per decode step; includes writing and reading unpacked copies, not experts
     expert_bytes: int
     num_weights: int  # that each token is multiplied with
+    copy_bytes: int  # of 16-bit copies, which are not part of `weight_bytes`
 
     @property
     def held(self) -> str:
@@ -79,7 +81,7 @@ class FormatSize:
         own, other = self.forms, longer.forms
         sizes = {
             name: getattr(self, name) + times * (getattr(longer, name) - getattr(self, name))
-            for name in ("weight_bytes", "read_bytes", "expert_bytes", "num_weights")
+            for name in ("weight_bytes", "read_bytes", "expert_bytes", "num_weights", "copy_bytes")
         }
         forms = {form: own[form] + times * (other[form] - own[form]) for form in other}
         return replace(self, forms=Counter(forms), **sizes)
@@ -129,7 +131,7 @@ def _linears(config: ModelConfig, target: Target, dtype: torch.dtype) -> Linears
         plain=config.plain_kernels or not target.present,
         reference=config.dtype == "float32",
         w4a8=config.quantization == "w4a8",
-        copies=config.dequantized_copies,
+        copies=bool(config.dequantized_copies),
     )
 
 
@@ -150,7 +152,9 @@ class FormatSizes:
                 f"--formats: {', '.join(map(repr, unknown)) or 'nothing'} is not a format. "
                 f"Known: {', '.join(FORMATS)}."
             )
-        self._config = replace(config, quantization=None, quantize_head=False)
+        self._config = replace(
+            config, quantization=None, quantize_head=False, dequantized_copies=False
+        )
         self._hparams = hparams
         self._checkpoint = checkpoint
         self._target = target
@@ -245,6 +249,7 @@ class FormatSizes:
             read_bytes=traffic.weight_bytes + repacked + _UNPACKING_BYTES * num_unpacked,
             expert_bytes=traffic.expert_bytes,
             num_weights=num_weights(layers) + sum(each.num_active_weights for each in experts),
+            copy_bytes=count_copies([network]) if linears.device.type == "cuda" else 0,
         )
 
 

@@ -28,6 +28,7 @@ from windlass.models.rank_weights import (
 )
 from windlass.models.source import resolve
 from windlass.models.stages import Stage
+from windlass.runner.copies import step_bytes, why_no_copies
 from windlass.runner.device import gib, kv_dtype
 from windlass.runner.sequence_parallel import MIN_TOKENS
 from windlass.tools.common.price import Price, gpu_price, price_of
@@ -236,6 +237,7 @@ class ScalingModel:
         self._kv_dtype = kv_dtype(config.cache.kv_cache_dtype) or made.parts.dtype
         self._block_size = block_size_of(config.cache.block_size, self.hparams)
         self._limits = config.limits("cuda")
+        self._copies = config.model.dequantized_copies
         self._networks: dict[tuple[int, bool], RankNetwork] = {}
         self._kinds: set[KernelKind] = set()
 
@@ -310,10 +312,10 @@ class ScalingModel:
         stages = work.network.stages(shape.pp)
         usable = int(self._gpu.memory * self._limits.memory_share) - _RESERVE_BYTES
         step = work.step_bytes(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
-        fullest = max(stages, key=work.network.stage_bytes)
+        held = self._stage_bytes(work.network, stages)
         left = [
-            (usable - step - work.network.stage_bytes(stage), work.layout.stage(stage.layers))
-            for stage in stages
+            (usable - step - num_bytes, work.layout.stage(stage.layers))
+            for stage, num_bytes in zip(stages, held, strict=True)
         ]
         # All stages have the same number of blocks.
         num_blocks = min(num_bytes // layout.block_bytes for num_bytes, layout in left)
@@ -330,7 +332,7 @@ class ScalingModel:
             pp=shape.pp,
             ep=shape.ep,
             replicas=replicas,
-            weight_bytes=work.network.stage_bytes(fullest),
+            weight_bytes=max(held),
             step_bytes=step,
             kv_token_bytes=max(layout.token_bytes for _, layout in left),
             kv_bytes=min(num_bytes for num_bytes, _ in left),
@@ -348,6 +350,23 @@ class ScalingModel:
                 if shape.ep > 1
             },
         )
+
+    def _stage_bytes(self, network: RankNetwork, stages: Sequence[Stage]) -> list[int]:
+        """Bytes of each stage's weights, with the 16-bit copies that a start makes."""
+        held, copies = map(network.stage_bytes, stages), map(network.stage_copies, stages)
+        sizes = list(zip(held, copies, strict=True))
+        memory = self._gpu.memory
+        usable = int(memory * self._limits.memory_share) - step_bytes(
+            self.hparams,
+            tokens=self._limits.max_num_batched_tokens,
+            rows=self._limits.max_num_seqs,
+            itemsize=self._parts.dtype.itemsize,
+        )
+        made = self._copies is None and not any(
+            why_no_copies(copied, memory=memory, left=usable - packed) for packed, copied in sizes
+        )
+        # --dequantized-copies counts as weights already.
+        return [packed + made * copied for packed, copied in sizes]
 
     def _prompt_times(self, work: RankWork, stages: Sequence[Stage]) -> list[_StageTime]:
         """Of the largest step of a prompt."""

@@ -7,7 +7,7 @@ cache are exact; what a step needs is estimated from its largest tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +21,14 @@ from windlass.kernels.ops import choose_ops
 from windlass.models.card import load_hparams, open_checkpoint
 from windlass.models.network import block_size_of, kernel_need
 from windlass.models.source import resolve
+from windlass.runner.copies import step_bytes, why_no_copies
 from windlass.runner.device import (
     choose_device,
     choose_kv_format,
     choose_threads,
     free_bytes,
     gib,
+    whole_bytes,
 )
 from windlass.runner.kv_copies import reserved_bytes
 from windlass.tools.plan.formats import FORMATS, FormatSize, FormatSizes, Target
@@ -56,6 +58,7 @@ class Candidate:
     kv_dtype: str
     held: str  # forms of the weights in memory
     weight_bytes: int
+    copy_bytes: int  # of which 16-bit copies of packed weights
     kv_bytes_per_token: int
     state_bytes_per_sequence: int  # of recurrent states; 0: the model has none
     step_bytes: int  # estimate for the largest step
@@ -238,6 +241,8 @@ class _Selection:
             )
         self._kv_dtypes = known if kv_dtype is None else (kv_dtype,)
         self.memory = free_bytes(target.device) if memory is None else memory
+        self._whole_memory = whole_bytes(target.device) if memory is None else memory
+        self._copies = config.model.dequantized_copies
         self.memory_source = "as given"
         if memory is None:
             self.memory_source = "free now on the GPU" if on_gpu else "free now"
@@ -272,6 +277,8 @@ class _Selection:
     def _candidate(self, weights: FormatSize, kv_dtype: str) -> Candidate:
         longest = self._hparams.max_positions
         need = self._need(weights, kv_dtype)
+        copies = self._copy_bytes(weights, need)
+        need = replace(need, weight_bytes=need.weight_bytes + copies)
         total = need.total_bytes(self.context, self._concurrency)
         kv_options = {} if kv_dtype == "auto" else {"kv_cache_dtype": kv_dtype}
         shorter = (length for length in _GRID_CONTEXTS if length < longest)
@@ -282,7 +289,8 @@ class _Selection:
             format=weights.name,
             kv_dtype=kv_dtype,
             held=weights.held,
-            weight_bytes=weights.weight_bytes,
+            weight_bytes=need.weight_bytes,
+            copy_bytes=copies,
             kv_bytes_per_token=need.layout.token_bytes,
             state_bytes_per_sequence=need.layout.state_bytes,
             step_bytes=need.step_bytes + self._concurrency * need.row_bytes,
@@ -315,18 +323,25 @@ class _Selection:
             triton=on_gpu,
             native=self._has_native_kernels(weights),
         )
-        # The residual stream and the feed-forward's tensors.
-        step_width = 2 * hparams.hidden_size + 3 * hparams.intermediate_size
+        of_step = partial(step_bytes, hparams, itemsize=itemsize)
         return _MemoryNeed(
             weight_bytes=weights.weight_bytes,
             layout=kv_format.layout,
-            step_bytes=self.step_tokens * step_width * itemsize,
+            step_bytes=of_step(tokens=self.step_tokens, rows=0),
             step_tokens=self.step_tokens,
-            # Logits in the compute dtype, and in float32 for the sampler.
-            row_bytes=hparams.vocab_size * (itemsize + 4),
+            row_bytes=of_step(tokens=0, rows=1),
             spare_blocks=1 if self.machine.device == "cuda" else 0,
             offload_bytes=reserved_bytes(self._cache, kv_format.layout.block_bytes, device),
         )
+
+    def _copy_bytes(self, weights: FormatSize, need: _MemoryNeed) -> int:
+        """Bytes of the copies that a start with the candidate's options makes."""
+        if self._copies is not None:
+            return weights.copy_bytes if self._copies else 0
+        held = need.weight_bytes + need.kv_bytes(self.context, self._concurrency)
+        left = self.memory - held - need.step_bytes - self._concurrency * need.row_bytes
+        refused = why_no_copies(weights.copy_bytes, memory=self._whole_memory, left=left)
+        return 0 if refused else weights.copy_bytes
 
     def _has_native_kernels(self, weights: FormatSize) -> bool:
         """Whether a CPU's native kernels compute, and not the float32 reference."""

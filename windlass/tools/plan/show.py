@@ -19,6 +19,7 @@ _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_TOKENS = (128, 512)
 _SPARE_BLOCKS = "blocks reserved by the runner"
 _OFFLOAD = "KV offload"
+_COPIES = "16-bit copies of weights"
 
 
 def show(found: Plan, command: str | None) -> None:
@@ -126,7 +127,8 @@ def _memory(found: Plan, item: Candidate) -> Table:
     kv_bytes = item.options["kv_cache_memory_bytes"]
     spare = item.total_bytes - item.weight_bytes - kv_bytes - item.step_bytes - item.offload_bytes
     rows = [
-        ("weights", item.weight_bytes),
+        ("weights", item.weight_bytes - item.copy_bytes),
+        (_COPIES, item.copy_bytes),
         ("KV cache", kv_bytes),
         ("largest step (estimate)", item.step_bytes),
         (_SPARE_BLOCKS, spare),
@@ -136,7 +138,7 @@ def _memory(found: Plan, item: Candidate) -> Table:
         ("free" if item.fits else "missing", abs(found.memory_bytes - item.total_bytes)),
     ]
     for name, num_bytes in rows:
-        if num_bytes or name not in (_SPARE_BLOCKS, _OFFLOAD):
+        if num_bytes or name not in (_COPIES, _SPARE_BLOCKS, _OFFLOAD):
             table.add_row(name, f"{num_bytes:,}", gib(num_bytes))
     return table
 
@@ -154,6 +156,12 @@ def _notes(found: Plan) -> list[str]:
         "eval or bench formats; t: typical of models of 7 to 8 billion parameters; a: assumed; no "
         "letter: the reference.",
     ]
+    copied = dict.fromkeys(item.format for item in found.candidates if item.copy_bytes)
+    if copied:
+        lines.append(
+            f"16-bit copies of the weights are included with {', '.join(copied)}; "
+            "--no-dequantized-copies omits them."
+        )
     reasons: dict[str, list[str]] = {}
     for name, why in found.refused.items():
         reasons.setdefault(why, []).append(name)
