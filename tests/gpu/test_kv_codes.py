@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.gpu.test_kernels import CUDA, DTYPES, ROWS, make_batch, randn
 from windlass import LLM, SamplingParams
 from windlass.kernels import reference
 from windlass.kernels.attention_options import AttentionOptions, QKNorms, RopeOptions
-from windlass.kernels.batch import Heads, LayerKV, StepBatch
+from windlass.kernels.batch import AttentionWork, Heads, LayerKV, StepBatch
+from windlass.kernels.gemm_io import UnscaledOutputs
 
 __all__ = ["folder"]  # a fixture of test_engine.py
 
@@ -111,6 +113,84 @@ def test_kv_writes(heads: Heads, normed: bool, codes: torch.dtype) -> None:
             want,
         )
         assert_same_pages(attended, kv)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    "heads", [Heads(32, 8, 128), Heads(9, 3, 64), Heads(4, 4, 96), Heads(8, 4, 256)], ids=str
+)
+def test_fused_rope_equals_the_separate_kernel(
+    heads: Heads, normed: bool, splits: int, dtype: torch.dtype, codes: torch.dtype
+) -> None:
+    """Without norms, pages are bitwise equal; norms are summed in another order."""
+    from windlass.kernels.triton import attention
+    from windlass.kernels.triton.rope import rope_write
+
+    rows = [(1023, 1), (0, 1), (15, 1), (63, 1), (64, 1), (2000, 1)]
+    kv, batch = quantised_batch(rows, heads, dtype, splits, codes)
+    fused, separate = copy_of(kv), copy_of(kv)
+    width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+    qkv = UnscaledOutputs(
+        randn(len(rows), width, dtype=dtype),
+        torch.rand(len(rows), 1, device=CUDA) + 0.5,
+        torch.rand(width, device=CUDA) + 0.5,
+    )
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    norms = None
+    if normed:
+        norms = QKNorms(randn(heads.dim, dtype=dtype), randn(heads.dim, dtype=dtype), 1e-6)
+    rope = RopeOptions(torch.cat([angle.cos(), angle.sin()], -1), norms=norms)
+    options = AttentionOptions(heads.dim**-0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "rope_write", None)
+        got = attention.attend(qkv, heads, rope, fused, batch, options)
+    queries = rope_write(qkv, heads, rope, separate, batch)
+    want = attention.attention(queries, separate, batch, options)
+    if normed:
+        assert_same_pages(fused, separate)
+    else:
+        for name in ("keys", "values", "key_scales", "value_scales"):
+            ours, theirs = (getattr(each, name) for each in (fused, separate))
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    close(got, want)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("width", [4, 8, 12])
+def test_fused_rope_of_adjacent_tokens_of_a_row(width: int, codes: torch.dtype) -> None:
+    """Rows of `width` adjacent single tokens, as drafts are verified."""
+    from windlass.kernels.triton import attention
+    from windlass.kernels.triton.rope import rope_write
+
+    heads, dtype = Heads(32, 8, 128), torch.bfloat16
+    starts = [0, 15, 126, 1020]
+    kv, batch = quantised_batch([(start, width) for start in starts], heads, dtype, 1, codes)
+    count = len(starts) * width
+    work = AttentionWork(
+        singles=torch.arange(count, dtype=torch.int32, device=CUDA),
+        tiles=torch.empty((0, 5), dtype=torch.int32, device=CUDA),
+        splits=2,
+        counters=torch.zeros(count * heads.num_kv, dtype=torch.int32, device=CUDA),
+        width=width,
+    )
+    batch = replace(batch, work=work)
+    fused, separate = copy_of(kv), copy_of(kv)
+    qkv = randn(count, (heads.num_q + 2 * heads.num_kv) * heads.dim, dtype=dtype)
+    angle = torch.rand(2048, heads.dim // 2, device=CUDA) * 6
+    rope = RopeOptions(torch.cat([angle.cos(), angle.sin()], -1))
+    options = AttentionOptions(heads.dim**-0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "rope_write", None)
+        got = attention.attend(qkv, heads, rope, fused, batch, options)
+    queries = rope_write(qkv, heads, rope, separate, batch)
+    want = attention.attention(queries, separate, batch, options)
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        ours, theirs = (getattr(each, name) for each in (fused, separate))
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    close(got, want)
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)

@@ -49,7 +49,12 @@ X, F, I, L = "*bf16", "*fp32", "*i32", "*i64"  # noqa: E741
 FP8 = "*fp8e4nv"
 # Accumulators of 128 rows by 256 dimensions fill the registers; the inner loop does not spill. The
 # threshold spills two words since Triton 3.7.
-MAY_SPILL = {"prefill fp8 256": 256, "threshold": 8, "selective scan of pieces": 16}
+MAY_SPILL = {
+    "prefill fp8 256": 256,
+    "threshold": 8,
+    "selective scan of pieces": 16,
+    "decode 512 raw, normed": 32,
+}
 
 DECODE = {
     **dict.fromkeys(("queries", "keys", "values", "out"), X),
@@ -98,9 +103,10 @@ def decode(
     raw: bool = False,
     normed: bool = False,
     codes: str | None = None,
-    wide: bool = False,
+    new: int = 1,
     siblings: int = 0,
     sinks: bool = False,
+    unscaled: bool = False,
     rotation: dict[str, object] | None = None,
     chunked: bool = False,
 ) -> tuple:
@@ -108,13 +114,15 @@ def decode(
     heads["STRIDE"] = 8 * 16
     flags = {"SPLITS": splits, "ALL_SINGLES": True, "WINDOWED": special, "CAPPED": special}
     flags["CHUNKED"] = chunked
-    flags = {**flags, "RAW": raw, "WIDE": wide, "SIBLINGS": siblings}
+    flags = {**flags, "RAW": raw, "NEW": new, "SIBLINGS": siblings}
     flags = {**flags, "ROTATED": dim if raw else 0, "NORM": "rms" if normed else None}
     flags = {**flags, "INTERLEAVED": False, "PER_HEAD": False, **(rotation or {})}
     options = attention._decode_options(pad, splits, codes is not None)
     constants = {key: options.pop(key) for key in ("TILE", "MIN_TILES")}
     base = DECODE if flags["ROTATED"] or not raw else without(DECODE, "cos_sin")
     signature, scales = paged({**base, "sinks": F} if sinks else base, codes)
+    if unscaled:
+        signature = {**signature, "q_rows": F, "q_columns": F}
     constants = {**heads, **flags, **constants, **scales}
     return attention_kernels.paged_decode_kernel, signature, constants, options
 
@@ -412,7 +420,7 @@ CASES = {
     "decode 128 interleaved, LayerNorm, with siblings": decode(
         *(128, 128, 8, True),
         raw=True,
-        wide=True,
+        new=8,
         siblings=2,
         rotation={"INTERLEAVED": True, "NORM": "layer", "PER_HEAD": True},
     ),
@@ -434,14 +442,33 @@ CASES = {
     "decode 512 raw, normed": decode(512, 512, 4, raw=True, normed=True),
     "decode raw": decode(128, 128, 2, raw=True),
     "decode raw normed": decode(64, 64, 8, raw=True, normed=True),
-    "decode raw wide": decode(64, 64, 8, raw=True, wide=True),
-    "decode raw with siblings": decode(64, 64, 8, raw=True, wide=True, siblings=2),
+    "decode raw, up to 8 tokens": decode(64, 64, 8, raw=True, new=8),
+    "decode raw, up to 16 tokens": decode(128, 128, 8, raw=True, new=16),
+    "decode raw with siblings": decode(64, 64, 8, raw=True, new=8, siblings=2),
     "decode fp8": decode(128, 128, 1, codes=FP8),
     "decode fp8 special": decode(96, 128, 8, True, codes=FP8),
     "decode fp8 256": decode(256, 256, 4, codes=FP8),
     "decode fp8 raw": decode(128, 128, 2, raw=True, codes=FP8),
     "decode fp8 raw normed": decode(64, 64, 8, raw=True, normed=True, codes=FP8),
+    "decode fp8 raw, unscaled outputs": decode(128, 128, 16, raw=True, codes=FP8, unscaled=True),
+    "decode fp8 raw, up to 8 tokens": decode(128, 128, 2, raw=True, codes=FP8, new=8),
+    "decode fp8 raw, up to 16 tokens": decode(64, 64, 16, True, raw=True, codes=FP8, new=16),
+    "decode fp8 raw 256, normed, special": decode(256, 256, 4, True, True, True, codes=FP8),
+    "decode fp8 raw with sinks, interleaved, LayerNorm": decode(
+        *(128, 128, 8, True),
+        raw=True,
+        codes=FP8,
+        sinks=True,
+        chunked=True,
+        rotation={"INTERLEAVED": True, "NORM": "layer", "PER_HEAD": True, "ROTATED": 64},
+    ),
     "decode int8 raw": decode(128, 128, 2, raw=True, codes="*i8"),
+    "decode int8 raw, up to 16 tokens, normed": decode(
+        128, 128, 4, raw=True, normed=True, codes="*i8", new=16
+    ),
+    "decode int8 raw without rotation": decode(
+        96, 128, 16, raw=True, codes="*i8", rotation={"ROTATED": 0}
+    ),
     "prefill 64": prefill(64, 64),
     "prefill 128": prefill(128, 128),
     "prefill 128 special": prefill(128, 128, True),

@@ -19,7 +19,12 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from windlass.errors import EngineError
+from windlass.kernels.attention_options import AttentionOptions, RopeOptions
+from windlass.kernels.batch import AttentionWork, Heads, LayerKV, StepBatch
+from windlass.kernels.gemm_io import UnscaledOutputs
 from windlass.kernels.triton import gemm, skinny
+from windlass.kernels.triton.attention import attend
+from windlass.kernels.triton.attention_kernels import paged_decode_kernel
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.precompile import (
@@ -28,6 +33,7 @@ from windlass.kernels.triton.precompile import (
     is_compiling,
     only_compiling,
 )
+from windlass.kernels.triton.rope import rope_write_kernel
 from windlass.kernels.triton.skinny import Tiling
 from windlass.runner.cuda import start_steps
 from windlass.runner.cuda.graphs import AtStart, CudaBackend
@@ -92,6 +98,43 @@ def test_whole_steps_only_compile() -> None:
     assert counts == {"compiled": 1}
     assert not found.any()
     assert not is_compiling()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("width", "kernels"), [(1, 1), (4, 1), (17, 2)])
+def test_decode_attention_is_one_kernel_and_compiled_with_whole_steps(
+    codes: torch.dtype | None, width: int, kernels: int
+) -> None:
+    """Rows of more than 16 tokens need another kernel that rotates and writes keys."""
+    heads, indices = Heads(4, 2, 64), torch.arange(width, dtype=torch.int32)
+    for kernel in (paged_decode_kernel, rope_write_kernel):
+        kernel.device_caches.clear()
+    pages = torch.zeros((2, 3, 2, 16, 64), dtype=codes or torch.bfloat16)
+    scales = torch.ones((2, 3, 2, 16)) if codes is not None else (None, None)
+    work = AttentionWork(
+        singles=indices,
+        tiles=torch.empty((0, 5), dtype=torch.int32),
+        splits=2,
+        counters=torch.zeros(2 * width, dtype=torch.int32),
+        width=width,
+    )
+    batch = StepBatch(
+        positions=indices,
+        token_slots=torch.zeros_like(indices),
+        tables=torch.zeros((1, 1, 2), dtype=torch.int32),
+        spans=[],
+        kv=[],
+        work=work,
+    )
+    values = torch.zeros((width, 8 * 64)).bfloat16()
+    qkv = UnscaledOutputs(values, torch.ones(width, 1), torch.ones(8 * 64))
+    with counted() as counts, only_compiling():
+        attend(
+            *(qkv, heads, RopeOptions(torch.zeros(32, 64)), LayerKV(*pages, *scales), batch),
+            AttentionOptions(0.1),
+        )
+    assert counts == {"compiled": kernels}
 
 
 class Steps:

@@ -28,9 +28,9 @@ from windlass.kernels.triton.rope import rope_write
 
 _LOG2_E = 1.4426950408889634
 # Max programs (rows times kv heads) for RoPE and attention in one kernel. Fusing saves a launch, but
-# each program has more work before it reads keys. A quantised KV cache is never fused.
+# each program has more work before it reads keys.
 _MAX_FUSED_PROGRAMS = 1024
-# Max tokens of a row for the fused kernel: a program writes their keys, one per row of its query tile.
+# Max tokens of a row for the fused kernel: the program of the last one writes the keys of all.
 _MAX_FUSED_WIDTH = 16
 TILE_ROWS = 128  # query rows (tokens x heads of a group) per tile
 
@@ -40,10 +40,9 @@ def tile_tokens(group: int) -> int:
     return TILE_ROWS // triton.next_power_of_2(group)
 
 
-def fuses(tokens: int, num_kv: int, width: int, quantised: bool) -> bool:
+def fuses(tokens: int, num_kv: int, width: int) -> bool:
     """Whether the decode kernel applies RoPE, for rows of `width` adjacent single tokens."""
-    few = tokens * num_kv <= _MAX_FUSED_PROGRAMS
-    return few and width <= _MAX_FUSED_WIDTH and not quantised
+    return tokens * num_kv <= _MAX_FUSED_PROGRAMS and width <= _MAX_FUSED_WIDTH
 
 
 def attention(
@@ -111,7 +110,7 @@ def attend(
     values, rows, columns = values_and_scales(qkv)
     quantised = kv.key_scales is not None
     tokens = values.shape[0]
-    few = batch.all_singles and fuses(tokens, heads.num_kv, work.width, quantised)
+    few = batch.all_singles and fuses(tokens, heads.num_kv, work.width)
     fused = few and not work.long_contexts  # the fused kernel needs more registers
     assert fused or not work.siblings
     if fused:
@@ -161,6 +160,11 @@ def _decode_options(
     if quantised:
         tile, warps = (64, 2) if splits <= 8 else (128, 4)
     return {"TILE": tile, "MIN_TILES": min_split // tile, "num_warps": warps, "num_stages": 3}
+
+
+def _new_rows(width: int) -> int:
+    """Rows of the tile of new keys in the fused kernel; few sizes, since each is another kernel."""
+    return width if width == 1 else 8 if width <= 8 else _MAX_FUSED_WIDTH
 
 
 def _decode(
@@ -216,7 +220,7 @@ def _decode(
         SIZE=size,
         STRIDE=kv.stride,
         SPLITS=splits,
-        WIDE=raw is not None and work.width > 1,
+        NEW=_new_rows(work.width) if raw is not None else 1,
         SIBLINGS=work.siblings if raw is not None else 0,
         ALL_SINGLES=count == queries.shape[0],
         RAW=raw is not None,

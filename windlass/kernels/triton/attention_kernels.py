@@ -250,7 +250,7 @@ def paged_decode_kernel(
     table_stride, scale, cap, window, width, spare,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, NEW: tl.constexpr,
     SIBLINGS: tl.constexpr, ALL_SINGLES: tl.constexpr, RAW: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
     WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -258,8 +258,8 @@ def paged_decode_kernel(
     """One query token, one kv head, one split of the context.
 
     RAW: `queries` are the outputs of the QKV GEMM. The kernel rotates them and writes the token's key
-    and value. WIDE: a row has `width` adjacent tokens, and a token also writes the keys and values of
-    the tokens before it in its row. The last SIBLINGS tokens of a row are alternatives to the second.
+    and value. NEW > 1: a row has `width` adjacent tokens, up to NEW, and a token also writes the keys and
+    values of the tokens before it in its row. The last SIBLINGS tokens of a row are alternatives to the second.
     """
     pdl.begin(PDL)
     index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -293,7 +293,7 @@ def paged_decode_kernel(
         q = decode_query(
             *(qkv, pages, cos_sin, (q_weight, k_weight), table, head, position),
             *(start * TILE, end * TILE, last, g, d, eps, width, spare),
-            *(NUM_KV, GROUP, DIM, SIZE, STRIDE, WIDE, SIBLINGS, ROTATED, INTERLEAVED, NORM),
+            *(NUM_KV, GROUP, DIM, SIZE, STRIDE, NEW, SIBLINGS, ROTATED, INTERLEAVED, NORM),
             PER_HEAD,
         )
     else:

@@ -46,16 +46,14 @@ def _angles(cos_sin, position, at, ROTATED: tl.constexpr):
 
 @triton.jit
 def _turned(a, b, cos, sin, at, kind: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotate pairs; those beyond ROTATED are unchanged."""
+    """Rotate pairs; those beyond ROTATED are unchanged. The compiler would choose other FMAs per kernel."""
     if ROTATED == 0:
         return a.to(kind), b.to(kind)
-    elif ROTATED == DIM:
-        return (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
-    else:
+    low, high = tl.fma(a, cos, b * -sin), tl.fma(b, cos, a * sin)
+    if ROTATED < DIM:
         turned = (at < ROTATED // 2)[None, :]
-        low = tl.where(turned, a * cos - b * sin, a)
-        high = tl.where(turned, b * cos + a * sin, b)
-        return low.to(kind), high.to(kind)
+        low, high = tl.where(turned, low, a), tl.where(turned, high, b)
+    return low.to(kind), high.to(kind)
 
 
 @triton.jit

@@ -418,7 +418,7 @@ class VerifyForward:
         count = siblings.shape[1] - 1
         width += count
         apart = size * width <= _MAX_SPLIT_KV_POSITIONS and size * count <= self._parts.slots.size
-        fused = fuses(size * width, self._metadata.num_kv_heads, width, quantised=False)
+        fused = fuses(size * width, self._metadata.num_kv_heads, width)
         return siblings if apart and fused else None
 
     def _work(self, shape: VerifyShape, tiles: Tensor, num_positions: int) -> AttentionWork:
