@@ -252,24 +252,27 @@ def test_skinny_gemm(rows: int, outputs: int, size: int) -> None:
     close(skinny.gated(x, weight, skinny.Tiling(32)), gated, factor=2)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("each", [2, 4])
 @pytest.mark.parametrize(("outputs", "size"), [(64, 64), (576, 1536), (4096, 14336)])
-def test_skinny_gemm_with_a_norm(rows: int, outputs: int, size: int) -> None:
-    from windlass.kernels.triton import skinny
+def test_gemms_of_one_row_with_a_deferred_norm(each: int, outputs: int, size: int) -> None:
+    """`each`: outputs of a program."""
+    from windlass.kernels.triton import deferred_norm, gemv
 
     dtype = torch.bfloat16
-    x, weight = randn(rows, size, dtype=dtype), randn(outputs, size, dtype=dtype)
-    residual, gains = randn(rows, outputs, dtype=dtype), randn(outputs, dtype=dtype)
-    tilings = [skinny.Tiling(16), skinny.Tiling(32, 4)]
-    space = skinny.Workspace(CUDA, outputs, tilings, tilings)
+    x, weight = randn(1, size, dtype=dtype), randn(outputs, size, dtype=dtype)
+    following = randn(960, outputs, dtype=dtype)
+    residual, gains = randn(1, outputs, dtype=dtype), randn(outputs, dtype=dtype)
     outputs_16 = (x.double() @ weight.double().T).bfloat16()
-    want, total = reference.add_rms_norm(outputs_16, residual, gains, 1e-5)
-    for tiling in tilings * 3:
-        ours = residual.clone()
-        got = skinny.linear_norm(x, weight, tiling, space, ours, gains, 1e-5)
-        close(got, want, factor=2)
-        close(ours, total)
-    assert not space.counters.any()
+    normed, total = reference.add_rms_norm(outputs_16, residual, gains, 1e-5)
+    want = (normed.double() @ following.double().T).bfloat16()
+    close(gemv.linear(x, weight, each), outputs_16)
+    for _ in "ab":
+        left = deferred_norm.allocate(residual.clone(), each, gains, 1e-5)
+        gemv.linear_residual(x, weight, each, left)
+        close(left.residual, total)
+        close(left.normalised(), normed, factor=2)
+        close(gemv.linear(left, following, each), want, factor=2)
+        close(gemv.gated(left, following, each), reference.silu_mul(want), factor=4)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 300, 2048])

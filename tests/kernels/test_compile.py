@@ -32,8 +32,10 @@ from windlass.kernels.triton import (  # noqa: E402
     block_copy,
     eight_bit,
     fp8_kernels,
+    gemv,
     grouped,
     grouped_linear,
+    grouped_row,
     latent,
     logits,
     norm,
@@ -78,8 +80,8 @@ ROPE = {
     **{"cos_sin": F, "table_stride": "i32", "eps": "fp32"},
 }
 GEMM = {
-    **dict.fromkeys(("x", "weight", "out", "residual", "gains", "normed"), X),
-    **{"eps": "fp32", "M": "i32", "N": "i32", "K": "i32", "prefetched": "i32"},
+    **dict.fromkeys(("x", "weight", "out"), X),
+    **dict.fromkeys(("M", "N", "K", "prefetched"), "i32"),
 }
 
 
@@ -167,42 +169,47 @@ def rotate(
     return rope.rope_write_kernel, signature, constants, {"num_warps": 1}
 
 
-def skinny_gemm(rows: int, outputs: int, split: bool, stages: int, norm_rows: int = 0) -> tuple:
+def skinny_gemm(rows: int, outputs: int, split: bool, stages: int) -> tuple:
     signature = {**GEMM, "partial_sums": F, "counters": I, "splits": "i32"}
     constants = {"SPLIT": split, "ROWS": rows, "OUTPUTS": outputs, "BLOCK_K": 128}
-    constants = {**constants, "NORM_ROWS": norm_rows, "WIDTH": 4096 if norm_rows else 1}
     return skinny.skinny_linear_kernel, signature, constants, {"num_stages": stages}
 
 
-def fp8_gemm(quantised: bool, even: bool, split: bool, norm_rows: int = 0) -> tuple:
-    signature = {
-        **GEMM,
-        "partial_sums": F,
-        "counters": I,
-        "splits": "i32",
-        "codes": FP8,
-        "scales": F,
-    }
+def one_row(
+    takes: bool = False, leaves: bool = False, gated: bool = False, fp8: bool = False
+) -> tuple:
+    """`takes`: an RMS norm. `leaves`: one to the next GEMM."""
+    signature = dict(GEMM)
+    if takes:
+        signature |= {"gains": X, "squares": F, "eps": "fp32", "tiles": "i32"}
+    if leaves:
+        signature |= {"out_squares": F}
+    if fp8:
+        signature |= {"weight": FP8, "scales": F}
+    constants = {"TILES": 128 if takes else 1, "GATED": gated}
+    constants |= {"OUTPUTS": 8, "WIDTH": 4096, "EVEN": not gated}
+    return gemv.gemv_kernel, signature, constants, {"num_warps": 16}
+
+
+def fp8_gemm(quantised: bool, even: bool, split: bool, leaves_norm: bool = False) -> tuple:
+    signature = {**GEMM, "codes": FP8, "scales": F}
+    signature |= {"partial_sums": F, "counters": I, "splits": "i32"}
     constants = {"SPLIT": split, "ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": even}
-    constants = {**constants, "NORM_ROWS": norm_rows, "WIDTH": 4096 if norm_rows else 1}
+    if leaves_norm:
+        signature |= {"out_squares": F}
     if quantised:
         signature = {**signature, "x": FP8, "x_scales": F}
-    if norm_rows:
-        signature = {**signature, "normed": FP8, "normed_scales": F}
-    return (
-        fp8_kernels.fp8_linear_kernel,
-        signature,
-        constants,
-        {"num_stages": 6 if quantised else 4},
-    )
+    options = {"num_stages": 6 if quantised else 4}
+    return fp8_kernels.fp8_linear_kernel, signature, constants, options
 
 
 def fp8_gated(quantised: bool) -> tuple:
     signature = {**GEMM, "codes": FP8, "scales": F}
     if quantised:
         signature = {**signature, "x": FP8, "x_scales": F}
-    constants = {"ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": True}
-    return fp8_kernels.fp8_gated_kernel, signature, constants, {"num_stages": 3 if quantised else 4}
+    sizes = {"ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": True}
+    options = {"num_stages": 3 if quantised else 4}
+    return fp8_kernels.fp8_gated_kernel, signature, sizes, options
 
 
 def grouped_gemm(bits: int, group: int, half: int, rows: int, planes: int = 2) -> tuple:
@@ -217,6 +224,15 @@ def grouped_gemm(bits: int, group: int, half: int, rows: int, planes: int = 2) -
     constants = {"BITS": bits, "GROUP": group, "HALF": half, "PLANES": planes, "SPLIT": True}
     constants = {**constants, "ROWS": rows, "OUTPUTS": 64, "EVEN": True, "INLINE": True}
     return grouped.grouped_linear_kernel, signature, constants, {"num_stages": 3}
+
+
+def one_row_of_groups(bits: int, group: int, half: int) -> tuple:
+    signature = {"x": I, "codes": I, "out": X, **dict.fromkeys(("x_scales", "x_sums"), F)}
+    signature |= {"scales": "*fp16", "offsets": "*fp16"}
+    signature |= dict.fromkeys(("N", "stride", "plane_stride"), "i32")
+    constants = {"BITS": bits, "GROUP": group, "HALF": half, "BLOCKS": 2048 // half}
+    constants |= {"OUTPUTS": 16, "INLINE": True}
+    return grouped_row.grouped_row_kernel, signature, constants, {"num_warps": 4}
 
 
 def eight_bit_gemm(codes: str, in_blocks: bool) -> tuple:
@@ -385,6 +401,8 @@ CASES = {
         {},
     ),
     "int4 GEMM": grouped_gemm(4, 128, 128, 8),
+    "int4 GEMM of one row": one_row_of_groups(4, 128, 128),
+    "int8 GEMM of one row, groups of 32": one_row_of_groups(8, 32, 32),
     "int4 GEMM of many rows": grouped_gemm(4, 128, 128, 64, planes=1),
     "int4 GEMM of many rows in two planes": grouped_gemm(4, 128, 128, 64),
     "int4 GEMM, groups of 64": grouped_gemm(4, 64, 64, 16),
@@ -395,9 +413,10 @@ CASES = {
     "codebook GEMM with sub-scales": codebook_gemm(16, 32, 256),
     "codebook GEMM with sub-scales, groups of 16": codebook_gemm(64, 16, 256),
     "fp8 GEMM": fp8_gemm(True, True, True),
-    "fp8 GEMM with a norm": fp8_gemm(True, True, True, norm_rows=1),
+    "fp8 GEMM that leaves a norm": fp8_gemm(True, True, True, leaves_norm=True),
     "fp8 GEMM that quantises": fp8_gemm(False, True, True),
-    "fp8 GEMM that quantises, odd, with a norm": fp8_gemm(False, False, False, norm_rows=1),
+    "fp8 GEMM that quantises and leaves a norm": fp8_gemm(False, True, True, leaves_norm=True),
+    "fp8 GEMM that quantises, odd, and leaves a norm": fp8_gemm(False, False, False, True),
     "fp8 gated": fp8_gated(True),
     "fp8 gated that quantises": fp8_gated(False),
     "rope_write": rotate(False),
@@ -485,8 +504,11 @@ CASES = {
     "skinny few": skinny_gemm(16, 32, False, 8),
     "skinny split": skinny_gemm(16, 64, True, 4),
     "skinny many": skinny_gemm(64, 128, True, 3),
-    "skinny with a norm": skinny_gemm(16, 32, False, 4, norm_rows=1),
-    "skinny split with a norm": skinny_gemm(16, 32, True, 4, norm_rows=1),
+    "one row": one_row(),
+    "one row that leaves a norm": one_row(leaves=True),
+    "one row that takes and leaves a norm": one_row(takes=True, leaves=True),
+    "one row, gated, that takes a norm": one_row(takes=True, gated=True),
+    "one row of fp8 weights": one_row(takes=True, fp8=True),
     "gated few": gated(16, 64, 4),
     "gated many": gated(64, 64, 4),
     "gated many wide": gated(64, 128, 2),
@@ -534,6 +556,8 @@ QUICK = (
     "dequantise a codebook",
     "fp8 GEMM that quantises",
     "fp8 gated",
+    "one row, gated, that takes a norm",
+    "int4 GEMM of one row",
     "rope_write",
     "decode 128",
     "prefill 64",

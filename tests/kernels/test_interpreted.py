@@ -323,26 +323,61 @@ def test_siblings_attend_to_the_first_token_and_themselves(
 
 
 @inside
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_skinny_gemm_with_a_norm(rows: int, splits: int) -> None:
+def test_skinny_gemm(rows: int, splits: int) -> None:
     from windlass.kernels.triton import skinny
 
     x, weight = torch.randn(rows, 192), torch.randn(80, 192)
-    residual, gains = torch.randn(rows, 80), torch.randn(80)
     tiling = skinny.Tiling(32, splits)
     space = skinny.Workspace(torch.device("cpu"), 80, [tiling], [tiling])
-    want, total = reference.add_rms_norm(x @ weight.T, residual, gains, 1e-5)
+    want = x @ weight.T
     for _ in "ab":
-        ours = residual.clone()
-        got = skinny.linear_norm(x, weight, tiling, space, ours, gains, 1e-5)
+        got = skinny.linear(x, weight, tiling, space)
         torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(ours, total, atol=1e-3, rtol=1e-3)
+    gated = skinny.gated(x, weight, skinny.Tiling(32))
+    torch.testing.assert_close(gated, reference.silu_mul(want), atol=1e-2, rtol=1e-2)
     assert not space.counters.any()
+
+
+@inside
+@pytest.mark.parametrize("outputs", [2, 8])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gemms_of_one_row_with_deferred_norms(outputs: int, scaled: bool) -> None:
+    """Three GEMMs in a row: each but the first takes a norm, and each but the last leaves one."""
+    from windlass.kernels.triton import deferred_norm, gemv
+
+    def make(num_out: int, size: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        weight = torch.randn(num_out, size)
+        scales = torch.rand(num_out) + 0.5 if scaled else None
+        return weight, scales, weight if scales is None else weight * scales[:, None]
+
+    (first, first_scales, a), (second, second_scales, b) = make(130, 192), make(130, 130)
+    last, last_scales, c = make(100, 130)
+    x, residual, gains = torch.randn(1, 192), torch.randn(1, 130), torch.randn(2, 130)
+    normed, total = reference.add_rms_norm(x @ a.T, residual, gains[0], 1e-5)
+    want, final = reference.add_rms_norm(normed @ b.T, total, gains[1], 1e-5)
+    torch.testing.assert_close(gemv.linear(x, first, outputs, first_scales), x @ a.T)
+
+    stream = residual.clone()
+    left = deferred_norm.allocate(stream, outputs, gains[0], 1e-5)
+    gemv.linear_residual(x, first, outputs, left, first_scales)
+    torch.testing.assert_close(left.normalised(), normed, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(stream, total, atol=1e-3, rtol=1e-3)
+
+    following = deferred_norm.allocate(stream.clone(), outputs, gains[1], 1e-5)
+    gemv.linear_residual(left, second, outputs, following, second_scales)
+    torch.testing.assert_close(following.residual, final, atol=1e-3, rtol=1e-3)
+    got = gemv.linear(following, last, outputs, last_scales)
+    torch.testing.assert_close(got, want @ c.T, atol=1e-2, rtol=1e-2)
+    active = gemv.gated(following, last, outputs, last_scales)
+    torch.testing.assert_close(active, reference.silu_mul(want @ c.T), atol=1e-2, rtol=1e-2)
 
 
 GROUPED = [(4, 32, 3, 40, 160), (4, 64, 18, 70, 192), (4, 128, 1, 64, 512), (4, 128, 70, 40, 576)]
 GROUPED += [(8, 32, 5, 33, 96), (8, 128, 2, 64, 384)]
+GROUPED += [(4, 32, 1, 5, 160), (4, 256, 1, 37, 768), (8, 64, 1, 19, 640), (8, 384, 1, 6, 384)]
+GROUPED += [(4, 64, 1, 1030, 192)]
 
 
 @inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -83,34 +84,19 @@ def test_overlapped_gemm_has_its_own_choice(timed: dict[Any, float]) -> None:
         assert len(gemm.calls) == 1, "the shape was not measured"
 
 
-@pytest.mark.parametrize(("rows", "best"), [(8, Tiling(32, 4)), (64, Tiling(64, 1))])
-def test_few_rows_use_the_splits_of_one_row_if_nearly_as_fast(
-    timed: dict[Any, float], rows: int, best: Tiling
-) -> None:
+def test_one_row_reads_whole_rows_of_the_weight(timed: dict[Any, float]) -> None:
     gemm, (weight, _) = FakeTunedGemm(), layer()
-    timed |= {None: 2.0, Tiling(32, 4): 1.0}
-    one_row = torch.randn(1, SHAPE[1])
-    gemm._try(
-        "linear",
-        module._tilings(SHAPE, 1),
-        [weight],
-        one_row,
-        lambda w: linear(one_row, w),
-        gemm._skinny,
-    )
-    timed |= {Tiling(32, 2): 0.99, Tiling(64, 4): 1.0, Tiling(64, 1): 0.99}
-    x = torch.randn(rows, SHAPE[1])
-    gemm._try(
-        "linear",
-        module._tilings(SHAPE, rows),
-        [weight],
-        x,
-        lambda w: linear(x, w),
-        gemm._skinny,
-    )
-    gemm.calls.clear()
-    gemm.linear(x, weight)
-    assert gemm.calls == [best]
+    timed |= {None: 2.0, Tiling(32, 4): 0.5, Tiling(4, stages=0): 1.0}
+    for rows, best in ((1, [Tiling(4, stages=0)]), (4, [Tiling(32, 4)])):
+        x = torch.randn(rows, SHAPE[1])
+        tilings = module._tilings(SHAPE, rows)
+        gemm._try("linear", tilings, [weight], x, partial(linear, x), gemm._skinny)
+        gemm.calls.clear()
+        gemm.linear(x, weight)
+        assert gemm.calls == best
+    assert module._whole_rows((64, 16384)) == [Tiling(2, stages=0), Tiling(4, stages=0)]
+    assert module._whole_rows((64, 16384), tiles=2) == [Tiling(2, stages=0)]
+    assert not module._whole_rows((64, 16448))
 
 
 def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
@@ -118,8 +104,8 @@ def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
 ) -> None:
     gemm, (weight, _) = FakeTunedGemm(), layer()
     timed |= {None: 1.0, Tiling(16, 8): 1.2}
-    x = torch.randn(1, SHAPE[1])
-    tilings = module._tilings(SHAPE, 1)
+    x = torch.randn(4, SHAPE[1])
+    tilings = module._tilings(SHAPE, 4)
     gemm._try("linear", tilings, [weight], x, lambda w: linear(x, w), gemm._skinny)
     gemm.calls.clear()
     gemm.linear(x, weight)
@@ -147,14 +133,17 @@ def test_ranks_take_the_choices_of_the_first_for_shapes_that_it_has() -> None:
             ("gated", own, 64): Tiling(64),
         }
         gemms.append(gemm)
-    gemms[0]._chosen["with a norm", common, 4] = Tiling(32, 4, 3)
+    gemms[0]._chosen["deferred norm", common, 4] = Tiling(32, 4, 3)
     gemms[1]._chosen["overlapped", common, 16] = Tiling(16)
     threads = [Thread(target=gemm._adopt) for gemm in gemms]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    chosen = {("linear", common, 1): Tiling(16, 2, 8), ("with a norm", common, 4): Tiling(32, 4, 3)}
+    chosen = {
+        ("linear", common, 1): Tiling(16, 2, 8),
+        ("deferred norm", common, 4): Tiling(32, 4, 3),
+    }
     assert gemms[0]._chosen == {**chosen, ("gated", of_first, 64): Tiling(64)}
     assert gemms[1]._chosen == {**chosen, ("gated", of_second, 64): Tiling(64)}
 
@@ -228,5 +217,5 @@ def test_only_kinds_that_a_network_has_are_measured() -> None:
         module._kinds([torch.empty(shape, device="meta")] * count, sizes)
         for shape, count in zip(shapes, (28, 28, 28, 28, 1), strict=True)
     ]
-    normed, gated = ("linear", "with a norm"), ("linear", "gated")
+    normed, gated = ("linear", "deferred norm"), ("linear", "gated")
     assert kinds == [gated, normed, gated, normed, ("linear",)]

@@ -38,6 +38,10 @@ class Norm(Protocol):
         """How the reader of the result wants `num_rows` rows quantised; None: not at all."""
         ...
 
+    def defers(self, num_rows: int) -> bool:
+        """Whether the reader of the result takes `UnnormalisedInputs` of `num_rows` rows."""
+        ...
+
     def add(
         self, x: Outputs, residual: Tensor | None, unquantised: bool = False
     ) -> tuple[Inputs, Tensor]:
@@ -64,16 +68,22 @@ class TorchGemm:
         """The workspace."""
         return iter(())
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def takes_unnormalised(self, weight: Tensor, num_rows: int) -> bool:
+        """Whether `linear` and `gated` of this weight take `UnnormalisedInputs` of `num_rows` rows."""
+        del weight, num_rows
+        return False
+
+    def linear(self, x: Inputs, weight: Tensor) -> Tensor:
         """x @ weight.T"""
+        assert isinstance(x, Tensor)
         return batch_invariant_linear(x, weight) if self._batch_invariant else linear(x, weight)
 
-    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
+    def gated(self, x: Inputs, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         """silu(x @ gate.T) * (x @ up.T), where the rows of weight are gate, then up."""
         return silu_mul(self.linear(x, weight))
 
     def linear_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
+        self, x: Inputs, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Inputs, Tensor]:
         """x @ weight.T, residual addition and norm: (normalised sum, sum)."""
         return norm.add(self.linear(x, weight), residual)

@@ -1,7 +1,7 @@
 """Inputs and outputs of GEMMs that are not plain tensors.
 
-Inputs may already be quantised, and outputs may lack their scales. Both save a pass over memory: a
-norm quantises its result in registers, and the next kernel applies the scales as it reads.
+Inputs may already be quantised or not normalised yet, and outputs may lack their scales. All save a pass
+over memory: a norm quantises its result in registers, and the next kernel applies the scales as it reads.
 """
 
 from __future__ import annotations
@@ -51,6 +51,28 @@ class PlaneInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class UnnormalisedInputs:
+    """GEMM inputs of one row before their RMS norm, which the reader computes."""
+
+    residual: Tensor  # [1, K]: the residual stream, which the next addition to it changes
+    squares: Tensor  # float32 [tiles]: sums of squares of the residual stream
+    weight: Tensor  # of the norm
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.residual.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.residual.dtype
+
+    def normalised(self) -> Tensor:
+        factor = torch.rsqrt(self.squares.sum() / self.residual.shape[1] + self.eps)
+        return (self.residual.float() * factor).to(self.weight.dtype) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
 class UnscaledOutputs:
     """GEMM outputs without their scales: multiply each value by its row's and its column's scale."""
 
@@ -66,5 +88,5 @@ class UnscaledOutputs:
         return (self.values.float() * self.rows * self.columns).to(self.values.dtype)
 
 
-Inputs = Tensor | QuantisedInputs | PlaneInputs
+Inputs = Tensor | QuantisedInputs | PlaneInputs | UnnormalisedInputs
 Outputs = Tensor | UnscaledOutputs

@@ -91,6 +91,10 @@ class Linear(StoredWeight):
             return None
         return self.gemms[0].prepared.input_quant(num_rows)
 
+    def takes_unnormalised(self, num_rows: int) -> bool:
+        """Whether inputs of `num_rows` rows may be `UnnormalisedInputs`."""
+        return self._gathered is None and self.method.takes_unnormalised(self, num_rows)
+
     def raw(self, x: Inputs, adapters: AdapterRows | None = None) -> Outputs:
         """y, possibly with separate scales that the caller must apply."""
         separate = adapters is not None or self.bias is not None or self._is_cut

@@ -24,10 +24,16 @@ def _unquantised(num_rows: int) -> InputQuant | None:
     return None
 
 
+def _never(num_rows: int) -> bool:
+    del num_rows
+    return False
+
+
 class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square.
 
-    `input_quant` returns how the next layer wants its inputs quantised, for a number of rows.
+    `input_quant` returns how the next layer wants its inputs quantised, for a number of rows, and `defers`
+    whether it normalises them itself.
     """
 
     fusable = True
@@ -37,6 +43,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops
         self.input_quant: Callable[[int], InputQuant | None] = _unquantised
+        self.defers: Callable[[int], bool] = _never
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,6 +68,7 @@ class LayerNorm(nn.Module):
     """Scales the last dimension to zero mean and unit variance."""
 
     fusable = False
+    defers = staticmethod(_never)
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, ops: Ops, bias: bool) -> None:
         super().__init__()
@@ -90,6 +98,7 @@ class NoNorm(nn.Module):
     """Leaves the residual stream as it is: the next sublayer reads it without a norm."""
 
     fusable = False
+    defers = staticmethod(_never)
     eps = 0.0
     input_quant = staticmethod(_unquantised)
 
@@ -109,6 +118,7 @@ class OutputNorm:
     """Scales or normalises a sublayer's output before `following` adds it to the residual stream."""
 
     fusable = False
+    defers = staticmethod(_never)
 
     def __init__(self, norm: nn.Module | None, scale: float, following: Norm) -> None:
         self._norm = norm
@@ -138,6 +148,7 @@ class ScaledStream:
     """Multiplies the residual stream by a number before `following` normalises it."""
 
     fusable = False
+    defers = staticmethod(_never)
 
     def __init__(self, scale: Tensor, following: Norm) -> None:
         self._scale = scale

@@ -107,10 +107,10 @@ class Block(nn.Module):
             self.post_feedforward_layernorm = norm_of(hparams, parts)
         if placement in ("pre", "sandwich"):
             if len(self.mixers) == 1:
-                _quantise_for(self.input_layernorm, self.mixers[0].first_proj)
+                _prepare_for(self.input_layernorm, self.mixers[0].first_proj)
             if isinstance(self.mlp, GatedMLP):
                 before_mlp = self.pre_feedforward_layernorm or self.post_attention_layernorm
-                _quantise_for(before_mlp, self.mlp.gate_up_proj)
+                _prepare_for(before_mlp, self.mlp.gate_up_proj)
 
     @property
     def mixers(self) -> list[AttentionLayer]:
@@ -324,10 +324,11 @@ def norm_of(hparams: HParams, parts: Parts) -> RMSNorm | LayerNorm:
     return LayerNorm(size=size, eps=norm.eps, dtype=dtype, ops=ops, bias=norm.bias)
 
 
-def _quantise_for(norm: nn.Module | None, reader: Linear) -> None:
-    """Make a norm quantise its result as the layer that reads it wants."""
+def _prepare_for(norm: nn.Module | None, reader: Linear) -> None:
+    """Make a norm quantise its result, or leave it to the reader, as the layer that reads it wants."""
     if isinstance(norm, RMSNorm):
         norm.input_quant = reader.input_quant
+        norm.defers = reader.takes_unnormalised
 
 
 def _rotary(rope: RopeConfig, parts: Parts) -> Rotary:

@@ -156,6 +156,10 @@ class LinearMethod(Protocol):
         """Repack `layer.stored` for the chosen kernel. Called once, after loading."""
         ...
 
+    def takes_unnormalised(self, layer: Layer, num_rows: int) -> bool:
+        """Whether `apply` and `gated` take `UnnormalisedInputs` of `num_rows` rows."""
+        ...
+
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         """x @ weight.T"""
         ...

@@ -59,6 +59,11 @@ class PackedMethod(ABC):
         prepare = partial(self._linears.prepare, multiplied=layer.multiplied)
         layer.gemms = [prepare(form) for form in self.forms(layer)]
 
+    def takes_unnormalised(self, layer: Layer, num_rows: int) -> bool:
+        if len(layer.gemms) != 1:
+            return False
+        return layer.gemms[0].prepared.takes_unnormalised(num_rows)
+
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         outputs = [gemm.prepared.apply(x) for gemm in layer.gemms]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

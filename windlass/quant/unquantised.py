@@ -58,6 +58,10 @@ class Unquantised:
             weight = nn.Parameter(weight, requires_grad=False)
         layer.weight = weight
 
+    def takes_unnormalised(self, layer: Layer, num_rows: int) -> bool:
+        assert layer.weight is not None
+        return self._gemm.takes_unnormalised(layer.weight, num_rows)
+
     def apply(self, layer: Layer, x: Inputs) -> Tensor:
         return self._gemm.linear(x, layer.weight)  # type: ignore[arg-type]
 

@@ -92,7 +92,7 @@ _CERTAIN = _rules(
 # For work outside of all scopes.
 _LIKELY = _rules(
     (_GEMM, r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|aten::(mm|addmm|bmm|linear)$"),
-    (_GEMM, r"_(linear|gated)_kernel$|^int4_(wide|many)|^eight_bit|^dequantise"),
+    (_GEMM, r"_(linear|gated)_kernel$|^int4_(wide|many)|^grouped_row|^eight_bit|^dequantise"),
     ("sampling", r"argmax|exponential|distribution|sort|topk|softmax|cumsum|scatter|reduce"),
     ("copies", r"memcpy|memset|aten::(to|_to_copy|copy_|tensor|lift_fresh|item|index)"),
 )

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
+from windlass.kernels.triton.deferred_norm import add_to_residual
 from windlass.kernels.triton.reduce import add_splits
-from windlass.kernels.triton.skinny import add_norm
 
 
 @triton.jit
@@ -46,18 +46,12 @@ def fp8_linear_kernel(
     out,
     partial_sums,
     counters,
-    residual,
-    gains,
-    normed,
-    normed_scales,
-    eps,
+    out_squares,
     M,
     N,
     K,
     splits,
     prefetched,
-    NORM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -67,7 +61,8 @@ def fp8_linear_kernel(
 ):
     """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` bytes of each row are prefetched.
 
-    EVEN: blocks divide N and K. NORM_ROWS is as in skinny.py.
+    EVEN: blocks divide N and K. With `out_squares`, out is the residual stream to add
+    to, of one row.
     """
     pdl.release(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -103,13 +98,11 @@ def fp8_linear_kernel(
         acc *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
         if x_scales is not None:
             acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-        if NORM_ROWS > 0:
-            tl.debug_barrier()
-            tiles = tl.num_programs(0)
-            if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
-                add_norm(out, residual, gains, normed, normed_scales, M, N, eps, NORM_ROWS, WIDTH)
-                tl.store(counters + tiles, 0)
+        if out_squares is not None:
+            before = tl.load(out + at, mask=mask, other=0.0)
+            add_to_residual(acc, before, at, mask, out, out_squares)
+        else:
+            tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "prefetched"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import triton
@@ -20,17 +21,19 @@ from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.storages import Held
-from windlass.kernels.triton import pdl
+from windlass.kernels.triton import deferred_norm, gemv, pdl
+from windlass.kernels.triton.deferred_norm import RowInputs
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
-from windlass.kernels.triton.quantise import allocate, quantise_rows
+from windlass.kernels.triton.quantise import quantise_rows
 from windlass.kernels.triton.reduce import SplitWorkspace
 
 _FEW_ROWS = 16
-_MAX_NORM_ROWS = 2  # one program normalises all of them
 _MANY_ROWS = 512  # from here on torch is as fast with all scales, and applying them later is slower
-_NORM_VALUES = 4096  # values that a program normalises per iteration
 _OUTPUTS, _BLOCK_K = 64, 128
+# A weight of so many values is read in whole rows for one row of inputs; larger ones are limited by
+# their conversion there. Measured on an H200.
+_MAX_WHOLE, _MAX_WHOLE_SIZE, _WHOLE_OUTPUTS = 2**25, 8192, 4
 _MIN_PROGRAMS = 128  # per GEMM, if K is large enough to split
 _MIN_SPAN = 2048  # inputs per split of a GEMM that does not quantise them
 _MANY_OUTPUTS = 16384  # such a weight fills the GPU with small tiles
@@ -147,7 +150,7 @@ class Fp8Gemm(Prepared):
         self._space = space
         splits = max(tiling.splits for tiling in self._tilings.values())
         tiles = triton.cdiv(self._num_out, _OUTPUTS)
-        space.reserve(self._codes.device, splits * _FEW_ROWS * self._num_out, tiles + 1)
+        space.reserve(self._codes.device, splits * _FEW_ROWS * self._num_out, tiles)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self._codes, self._input_scale, *self._many.tensors()
@@ -157,31 +160,49 @@ class Fp8Gemm(Prepared):
         yield from self._space.storages()
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
-        del num_rows
-        return InputQuant("rows") if self._input_scale is None else None
+        if self._input_scale is not None or self.takes_unnormalised(num_rows):
+            return None
+        return InputQuant("rows")
+
+    def takes_unnormalised(self, num_rows: int) -> bool:
+        small = self._num_in <= _MAX_WHOLE_SIZE and self._codes.numel() <= _MAX_WHOLE
+        return num_rows == 1 and small and self._input_scale is None
+
+    def _in_whole_rows(self, x: Inputs) -> TypeGuard[RowInputs]:
+        """Whether the GEMM reads whole rows of the weight, and inputs that are not quantised."""
+        return self.takes_unnormalised(x.shape[0]) and isinstance(x, RowInputs)
 
     def apply(self, x: Inputs) -> Tensor:
         if x.shape[0] <= _FEW_ROWS:
-            return self._few(x, None)[0]
+            return self._few(x)
         return self._many.apply(self._quantised(x), self._codes)
 
     def raw(self, x: Inputs) -> Outputs:
         if x.shape[0] <= _FEW_ROWS:
-            return self._few(x, None)[0]
+            return self._few(x)
         return self._many.raw(self._quantised(x), self._codes)
 
     def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        wanted = norm.input_quant(x.shape[0])
-        if x.shape[0] > _MAX_NORM_ROWS or (wanted is not None and wanted.kind == "planes"):
+        if not norm.defers(x.shape[0]):
             return super().then(x, residual, norm)
-        return self._few(x, (residual, norm))[1], residual
+        weight_eps = norm.weight, norm.eps
+        if self._in_whole_rows(x):
+            into = deferred_norm.allocate(residual, _WHOLE_OUTPUTS, *weight_eps)
+            gemv.linear_residual(x, self._codes, _WHOLE_OUTPUTS, into, self._scales)
+        else:
+            outputs = self._tilings[self._quantises(x)].outputs
+            into = deferred_norm.allocate(residual, outputs, *weight_eps)
+            self._launch(x, residual, into.squares)
+        return into, residual
 
     def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         if x.shape[0] > _FEW_ROWS:
             return super().gated(x, silu_mul)
-        values, scales = self._inputs(x)
+        if self._in_whole_rows(x):
+            return gemv.gated(x, self._codes, _WHOLE_OUTPUTS, self._scales)
         rows, width = x.shape[0], self._num_out // 2
-        out = torch.empty((rows, width), dtype=x.dtype, device=values.device)
+        out = torch.empty((rows, width), dtype=x.dtype, device=self._codes.device)
+        values, scales = self._inputs(x)
         fit(fp8_gated_kernel)[(triton.cdiv(width, _OUTPUTS),)](
             values,
             scales,
@@ -216,43 +237,41 @@ class Fp8Gemm(Prepared):
 
     def _inputs(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         """Codes and scales, or 16-bit inputs without scales, which the kernels quantise."""
-        if isinstance(x, Tensor) and self._input_scale is None:
+        if self._quantises(x):
             return x, None
         quantised = self._quantised(x)
         return quantised.codes, quantised.scales
 
-    def _few(self, x: Inputs, then: tuple[Tensor, Norm] | None) -> tuple[Tensor, Inputs]:
-        """The GEMM for few rows, and the result of the norm after it, if `then` is given."""
-        values, scales = self._inputs(x)
-        rows, outputs = x.shape[0], self._num_out
-        tiling = self._tilings[scales is None]
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=values.device)
-        normed: Inputs = out
-        into: tuple[Tensor | float | None, ...] = (out, out, out, None, 0.0)
-        width, norm_rows = 1, 0
-        if then is not None:
-            residual, norm = then
-            stored = allocate(rows, outputs, out, norm.input_quant(rows))
-            normed = stored.result
-            into = (residual, norm.weight, stored.out, stored.scales, norm.eps)
-            width = triton.next_power_of_2(outputs)
-            norm_rows = min(triton.next_power_of_2(rows), max(1, _NORM_VALUES // width))
+    def _quantises(self, x: Inputs) -> TypeGuard[Tensor]:
+        """Whether the kernel for few rows quantises these inputs."""
+        return isinstance(x, Tensor) and self._input_scale is None
+
+    def _few(self, x: Inputs) -> Tensor:
+        """The GEMM for few rows."""
+        if self._in_whole_rows(x):
+            return gemv.linear(x, self._codes, _WHOLE_OUTPUTS, self._scales)
+        shape = x.shape[0], self._num_out
+        out = torch.empty(shape, dtype=x.dtype, device=self._codes.device)
+        self._launch(x, out)
+        return out
+
+    def _launch(self, x: Inputs, out: Tensor, squares: Tensor | None = None) -> None:
+        """With `squares`, add to `out`, the residual stream."""
+        rows, outputs = out.shape
+        tiling = self._tilings[self._quantises(x)]
         fit(fp8_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
-            values,
-            scales,
+            *self._inputs(x),
             self._codes,
             self._scales,
             out,
             self._space.partial_sums,
             self._space.counters,
-            *into,
+            squares,
             rows,
             outputs,
             self._num_in,
             tiling.splits,
             _prefetched(outputs * tiling.splits),
-            NORM_ROWS=norm_rows,
-            WIDTH=width,
             SPLIT=tiling.splits > 1,
             ROWS=_FEW_ROWS,
             OUTPUTS=tiling.outputs,
@@ -262,7 +281,6 @@ class Fp8Gemm(Prepared):
             num_stages=tiling.num_stages,
             **pdl.options(),
         )
-        return out, normed
 
 
 def _prefetched(num_rows: int) -> int:

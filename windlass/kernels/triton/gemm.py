@@ -9,14 +9,16 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.capture import garbage_kept
 from windlass.kernels.gemm import Norm, OverlappedGemm, TorchGemm, batch_invariant_linear
-from windlass.kernels.gemm_io import Inputs, Outputs
+from windlass.kernels.gemm_io import Inputs, Outputs, UnnormalisedInputs
 from windlass.kernels.storages import Held
-from windlass.kernels.triton import skinny, wide
+from windlass.kernels.triton import deferred_norm, gemv, skinny, wide
+from windlass.kernels.triton.deferred_norm import RowInputs
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
 from windlass.kernels.triton.precompile import compiling, is_compiling
 from windlass.kernels.triton.skinny import Tiling
@@ -34,25 +36,22 @@ _SMALL_OUTPUTS = 256
 _GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
 _MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
 _MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
-_NORMED = [Tiling(16), Tiling(32), Tiling(16, stages=8), Tiling(32, 2), Tiling(32, 4)]
-_KNOWN = frozenset([*_TILINGS, *_SMALL, *_GATED, *_MANY_ROWS, *_MANY_GATED, *_NORMED])
+_WHOLE_ROWS = [Tiling(n, stages=0) for n in (2, 4, 8)]
+_KNOWN = frozenset([*_TILINGS, *_SMALL, *_GATED, *_MANY_ROWS, *_MANY_GATED, *_WHOLE_ROWS])
 _FEW_ROWS = 16
-_MAX_NORM_ROWS = 8  # one program normalises all of them
 _BATCH_INVARIANT = Tiling(64)  # K is not split, so it is summed in order
 _MAX_SPLIT_OUTPUTS = 16384  # a larger weight fills the device without splitting K
-# Factor on the time of a tiling for few rows that splits K as the tiling for one row does. With equal
-# splits a verification sums like a decode step, so near ties resolve the same way.
-_SAME_SPLITS_FACTOR = 0.98
 # Measured row counts: 4 stands for 2 to 4 rows, 8 for up to 16, 64 for up to the kernel's maximum.
 _MEASURED_AT = (1, 4, 8, 64)
 # A skinny kernel may measure slightly slower: in a step it starts while the previous kernel ends (PDL),
 # which these measurements show only in part.
 _MARGIN = 1.04
 _SMALL_MARGIN = 1.25  # such a kernel takes about as long as it waits for the previous one
+_MAX_TILES = 1024  # whose sums of squares the next GEMM adds, in every program
 _TIMED_MS = 0.5  # min duration of one measurement
 _COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
-_KINDS = ("linear", "with a norm", "gated", "overlapped")
+_KINDS = ("linear", "deferred norm", "gated", "overlapped")
 _NUMBERS = 4 + len(fields(Tiling))  # of a choice: kind, shape, bucket and tiling
 
 Shape = tuple[int, ...]
@@ -80,7 +79,7 @@ def _kinds(weights: list[Tensor], sizes: set[int]) -> tuple[str, ...]:
     outputs, kinds = weights[0].shape[0], ["linear"]
     if len(weights) > 1:
         if outputs in sizes and outputs <= _MAX_SPLIT_OUTPUTS:
-            kinds.append("with a norm")
+            kinds.append("deferred norm")
         if outputs % 2 == 0 and outputs // 2 in sizes:
             kinds.append("gated")
     return tuple(kinds)
@@ -117,40 +116,48 @@ class TunedGemm(TorchGemm):
     def storages(self) -> Iterator[Held]:
         return iter(()) if self._space is None else self._space.storages()
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def takes_unnormalised(self, weight: Tensor, num_rows: int) -> bool:
+        chosen = (self._tiling(kind, num_rows, weight) for kind in ("gated", "linear"))
+        return num_rows == 1 and any(tiling is not None and tiling.whole_rows for tiling in chosen)
+
+    def linear(self, x: Inputs, weight: Tensor) -> Tensor:
+        assert isinstance(x, RowInputs)
         if self._batch_invariant:
+            assert isinstance(x, Tensor)
             return self._batch_invariant_linear(x, weight)
         overlapped = self._overlapped and weight.shape in self._measured_overlapped
-        tiling = self._tiling("overlapped" if overlapped else "linear", x, weight)
-        return linear(x, weight) if tiling is None else self._skinny(x, weight, tiling)
+        tiling = self._tiling("overlapped" if overlapped else "linear", x.shape[0], weight)
+        if tiling is None:
+            return linear(_normalised(x), weight)
+        return self._skinny(x, weight, tiling)
 
-    def gated(self, x: Tensor, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
-        tiling = self._tiling("gated", x, weight)
+    def gated(self, x: Inputs, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
+        assert isinstance(x, RowInputs)
+        tiling = self._tiling("gated", x.shape[0], weight)
         if tiling is None:
             return silu_mul(self.linear(x, weight))
-        return skinny.gated(x, weight, tiling)
+        return _gated(x, weight, tiling)
 
     def linear_norm(
-        self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
+        self, x: Inputs, weight: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Inputs, Tensor]:
-        tiling = self._tiling("with a norm", x, weight)
-        quantises = norm.input_quant(x.shape[0]) is not None
-        if tiling is None or x.shape[0] > _MAX_NORM_ROWS or quantises:
+        tiling = self._tiling("deferred norm", x.shape[0], weight)
+        if tiling is None or not norm.defers(x.shape[0]):
             return super().linear_norm(x, weight, residual, norm)
-        assert self._space is not None
-        gains, eps = norm.weight, norm.eps
-        return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, eps), residual
+        assert isinstance(x, RowInputs)
+        return _linear_residual(x, weight, tiling, residual, norm.weight, norm.eps), residual
 
-    def _tiling(self, kind: str, x: Tensor, weight: Tensor) -> Tiling | None:
+    def _tiling(self, kind: str, rows: int, weight: Tensor) -> Tiling | None:
         """Tiling of the skinny kernel for this GEMM; None if another kernel was faster."""
-        rows = x.shape[0]
         if self._batch_invariant or rows > skinny.MAX_ROWS:
             return None
         return self._chosen.get((kind, weight.shape, _bucket(rows)))
 
-    def _skinny(self, x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+    def _skinny(self, x: RowInputs, weight: Tensor, tiling: Tiling) -> Tensor:
+        if tiling.whole_rows:
+            return gemv.linear(x, weight, tiling.outputs)
         assert self._space is not None
-        return skinny.linear(x, weight, tiling, self._space)
+        return skinny.linear(_normalised(x), weight, tiling, self._space)
 
     def _batch_invariant_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T by kernels that sum over K in order for any number of rows."""
@@ -273,22 +280,24 @@ class TunedGemm(TorchGemm):
         x = torch.randn((rows, size), dtype=weights[0].dtype, device=weights[0].device)
         tilings = _tilings(group.shape, rows)
         self._try("linear", tilings, weights, x, lambda w: linear(x, w), self._skinny)
-        if "with a norm" in group.kinds and rows <= _MAX_NORM_ROWS:
+        if "deferred norm" in group.kinds and rows == 1:
             residual, gains = x.new_zeros((rows, outputs)), x.new_ones(outputs)
 
-            def skinny_gemm(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-                assert self._space is not None
-                return skinny.linear_norm(x, weight, tiling, self._space, residual, gains, 1e-5)
+            def normless(x: Tensor, weight: Tensor, tiling: Tiling) -> Inputs:
+                return _linear_residual(x, weight, tiling, residual, gains, 1e-5)
 
             def unfused(weight: Tensor) -> Inputs:
                 return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
 
-            self._try("with a norm", _NORMED, weights, x, unfused, skinny_gemm)
+            few = [
+                each for each in _whole_rows(group.shape) if outputs <= each.outputs * _MAX_TILES
+            ]
+            self._try("deferred norm", few, weights, x, unfused, normless)
         if "gated" in group.kinds:
             gates = _GATED if rows <= _FEW_ROWS else _MANY_GATED
-            self._try(
-                "gated", gates, weights, x, lambda w: silu_mul(self.linear(x, w)), skinny.gated
-            )
+            if rows == 1:
+                gates = _whole_rows(group.shape, tiles=2) or gates
+            self._try("gated", gates, weights, x, lambda w: silu_mul(self.linear(x, w)), _gated)
 
     def _try(
         self,
@@ -297,7 +306,7 @@ class TunedGemm(TorchGemm):
         group: list[Tensor],
         x: Tensor,
         default: Callable[[Tensor], Inputs],
-        skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
+        skinny_gemm: Callable[[Tensor, Tensor, Tiling], Inputs],
     ) -> None:
         """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`.
 
@@ -309,11 +318,8 @@ class TunedGemm(TorchGemm):
             return
         margin = _SMALL_MARGIN if group[0].shape[0] <= _SMALL_OUTPUTS else _MARGIN
         best = margin * _time(group, default)
-        few, one_row = x.shape[0] <= _FEW_ROWS, self._chosen.get((kind, group[0].shape, 1))
         for tiling in tilings:
             took = _time(group, partial(_with, tiling, skinny_gemm, x))
-            if few and one_row is not None and tiling.splits == one_row.splits:
-                took *= _SAME_SPLITS_FACTOR
             if took < best:
                 best = took
                 self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
@@ -328,20 +334,53 @@ def _supports(weight: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and weight.shape[1] % 64 == 0
 
 
+def _normalised(x: RowInputs) -> Tensor:
+    return x if isinstance(x, Tensor) else x.normalised()
+
+
+def _gated(x: RowInputs, weight: Tensor, tiling: Tiling) -> Tensor:
+    if tiling.whole_rows:
+        return gemv.gated(x, weight, tiling.outputs)
+    return skinny.gated(_normalised(x), weight, tiling)
+
+
+def _linear_residual(
+    x: RowInputs, weight: Tensor, tiling: Tiling, residual: Tensor, gains: Tensor, eps: float
+) -> UnnormalisedInputs:
+    """residual += x @ weight.T, in place; returns the inputs of the GEMM after the norm."""
+    into = deferred_norm.allocate(residual, tiling.outputs, gains, eps)
+    gemv.linear_residual(x, weight, tiling.outputs, into)
+    return into
+
+
 def _tilings(shape: Shape, rows: int) -> list[Tiling]:
     """The tilings to measure for a GEMM."""
+    whole_rows = _whole_rows(shape) if rows == 1 else []
+    if whole_rows:
+        return whole_rows
     known = _TILINGS if rows <= _FEW_ROWS else _MANY_ROWS
     if rows <= _FEW_ROWS and shape[0] <= _SMALL_OUTPUTS:
         known = known + _SMALL
     return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MAX_SPLIT_OUTPUTS]
 
 
+def _whole_rows(shape: Shape, tiles: int = 1) -> list[Tiling]:
+    """The tilings of whole rows to measure for a GEMM of one row, with so many tiles per program.
+
+    They are faster than all others; without any, a row of the weight does not fit into registers.
+    """
+    if shape[1] > gemv.MAX_SIZE:
+        return []
+    outputs = gemv.MAX_VALUES // (tiles * triton.next_power_of_2(shape[1]))
+    return [tiling for tiling in _WHOLE_ROWS if tiling.outputs <= outputs]
+
+
 def _with(
     tiling: Tiling,
-    skinny_gemm: Callable[[Tensor, Tensor, Tiling], Tensor],
+    skinny_gemm: Callable[[Tensor, Tensor, Tiling], Inputs],
     x: Tensor,
     weight: Tensor,
-) -> Tensor:
+) -> Inputs:
     return skinny_gemm(x, weight, tiling)
 
 

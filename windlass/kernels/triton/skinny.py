@@ -3,7 +3,7 @@
 The weight's rows are the long side of the tile, the tokens the short one. K may be split, so that
 small weights also fill the device. The last program to finish adds all splits in a fixed order, so
 the result does not depend on which program that is. A second kernel computes silu(gate) * up in one
-pass. For few rows the last program may also add the residual and normalise, which saves a kernel.
+pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _FEW_ROWS = 16
 # Bytes of weights that a GEMM prefetches before it waits for its inputs: enough to keep the memory
 # busy in the gap between kernels, and few enough to stay in the L2 cache.
 _PREFETCH_BYTES = 8 * 2**20
-_NORM_VALUES = 4096  # values that a program normalises per iteration
 
 
 def padded(rows: int) -> int:
@@ -36,11 +35,18 @@ def padded(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Outputs per program, splits of K, and pipeline stages of a skinny GEMM."""
+    """Outputs per program, splits of K, and pipeline stages of a skinny GEMM.
+
+    Without stages, it is a GEMM of one row that reads whole rows of the weight (gemv.py).
+    """
 
     outputs: int
     splits: int = 1
     stages: int = 4
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.stages == 0
 
 
 @triton.jit
@@ -58,42 +64,6 @@ def _gemm(x, weight, rows, outputs, begin, end, M, N, K, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def add_norm(
-    out,
-    residual,
-    gains,
-    normed,
-    normed_scales,
-    M,
-    N,
-    eps,
-    NORM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """residual += out; normed = norm(residual) * gains for all rows, quantised if it has scales."""
-    column = tl.arange(0, WIDTH)
-    inside = column < N
-    gain = tl.load(gains + column, mask=inside, other=0.0)[None, :]
-    for start in range(0, M, NORM_ROWS):
-        row = start + tl.arange(0, NORM_ROWS)
-        at = row[:, None] * N + column[None, :]
-        mask = (row < M)[:, None] & inside[None, :]
-        value = tl.load(out + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-        before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        total = (value + before).to(residual.dtype.element_ty)
-        tl.store(residual + at, total, mask=mask)
-        wide = total.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
-        result = (wide * scale).to(gain.dtype) * gain
-        if normed_scales is not None:
-            result = result.to(tl.float32)
-            scale = tl.maximum(tl.max(tl.abs(result), 1) / 448.0, 1.1754943508222875e-38)
-            tl.store(normed_scales + row, scale, mask=row < M)
-            result = result / scale[:, None]
-        tl.store(normed + at, result.to(normed.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _prefetch(weight, outputs, begin, count, N, K, PDL: tl.constexpr):
     """Prefetch `count` values of each output's weights."""
     rows = tl.minimum(outputs, N - 1).to(tl.int64)
@@ -108,27 +78,18 @@ def skinny_linear_kernel(
     out,
     partial_sums,
     counters,
-    residual,
-    gains,
-    normed,
-    eps,
     M,
     N,
     K,
     splits,
     prefetched,
-    NORM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` values of each row are prefetched.
-
-    With NORM_ROWS > 0 the last program adds to the residual and normalises, NORM_ROWS at a time.
-    """
+    """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` values of each row are prefetched."""
     pdl.release(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -149,12 +110,6 @@ def skinny_linear_kernel(
         )
     if complete:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
-        if NORM_ROWS > 0:
-            tl.debug_barrier()
-            tiles = tl.num_programs(0)
-            if tl.atomic_add(counters + tiles, 1, sem="acq_rel") == tiles - 1:
-                add_norm(out, residual, gains, normed, None, M, N, eps, NORM_ROWS, WIDTH)
-                tl.store(counters + tiles, 0)
 
 
 @triton.jit(do_not_specialize=["M", "prefetched"])
@@ -209,7 +164,7 @@ class Workspace:
             MAX_ROWS * max(tiling.splits for tiling in many),
         )
         self.partial_sums = torch.empty(rows * max_outputs, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_outputs + 1, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(max_outputs, dtype=torch.int32, device=device)
 
     def storages(self) -> Iterator[Held]:
         return held("tables", self.partial_sums, self.counters)
@@ -226,53 +181,19 @@ def _prefetched(num_rows: int) -> int:
 
 def linear(x: Tensor, weight: Tensor, tiling: Tiling, space: Workspace) -> Tensor:
     """x @ weight.T for at most MAX_ROWS rows; K must be a multiple of 64."""
-    out = x.new_empty((x.shape[0], weight.shape[0]))
-    _launch(x, weight, out, tiling, space, (out, out, out, 0.0), norm_rows=0)
-    return out
-
-
-def linear_norm(
-    x: Tensor,
-    weight: Tensor,
-    tiling: Tiling,
-    space: Workspace,
-    residual: Tensor,
-    gains: Tensor,
-    eps: float,
-) -> Tensor:
-    """residual += x @ weight.T, in place; returns the normalised residual. For few rows."""
-    out = x.new_empty((x.shape[0], weight.shape[0]))
-    normed = torch.empty_like(out)
-    width = triton.next_power_of_2(weight.shape[0])
-    norm_rows = min(triton.next_power_of_2(x.shape[0]), max(1, _NORM_VALUES // width))
-    _launch(x, weight, out, tiling, space, (residual, gains, normed, eps), norm_rows)
-    return normed
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    tiling: Tiling,
-    space: Workspace,
-    norm: tuple[Tensor, Tensor, Tensor, float],
-    norm_rows: int,
-) -> None:
     (rows, size), outputs = x.shape, weight.shape[0]
+    out = x.new_empty((rows, outputs))
     fit(skinny_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
         x,
         weight,
         out,
         space.partial_sums,
         space.counters,
-        *norm,
         rows,
         outputs,
         size,
         tiling.splits,
         _prefetched(outputs * tiling.splits),
-        NORM_ROWS=norm_rows,
-        WIDTH=triton.next_power_of_2(outputs) if norm_rows else 1,
         SPLIT=tiling.splits > 1,
         ROWS=padded(rows),
         OUTPUTS=tiling.outputs,
@@ -281,6 +202,7 @@ def _launch(
         num_stages=tiling.stages,
         **pdl.options(),
     )
+    return out
 
 
 def gated(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
