@@ -213,12 +213,16 @@ inline void each_chunk(const GemmArgs& job, const Body& body) {
       compute(tile, {gates, kTile, row}, size);
       compute(tiles + tile, {up, kTile, row}, size);
       silu_mul(gates, up, count * size, gates);
-      for (int m = 0; m < rows; ++m) {
-        float* out = row_of(job.active, row + m, half) + tile * kTile;
-        for (int t = 0; t < count; ++t) {
-          std::memcpy(out + t * kTile, gates + t * size + m * kTile, kTile * sizeof(float));
+      const auto copy_rows = [&](auto num_tiles) {
+        float* out = row_of(job.active, row, half) + tile * kTile;
+        const float* from = gates;
+        for (int m = 0; m < rows; ++m, out += half, from += kTile) {
+          for (int t = 0; t < num_tiles; ++t) {
+            std::memcpy(out + t * kTile, from + t * size, kTile * sizeof(float));
+          }
         }
-      }
+      };
+      count == 2 ? copy_rows(std::integral_constant<int, 2>{}) : copy_rows(count);
     }
   });
 }

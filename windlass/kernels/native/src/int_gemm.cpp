@@ -11,8 +11,8 @@
 #include "int_amx.h"
 #include "int_tile.h"
 #include "int_unpack.h"
-#include "sixteen_rows_neon.h"
 #include "panels.h"
+#include "short_prompt_neon.h"
 
 namespace windlass {
 
@@ -426,7 +426,10 @@ template <int BLOCK, bool OFFSETS>
 void dispatch_rows(const GemmArgs& job) {
   if (job.rows >= kMinUnpackRows) {
     if constexpr (kHasRowLoops && BLOCK == 32) {
-      if (job.w.kind == kInt4) return paired_rows<Coding::kNibbles, OFFSETS>(job);
+      if (job.w.kind == kInt4) {
+        if (OFFSETS && is_short_prompt(job)) return short_prompt_gemm(job);
+        return paired_rows<Coding::kNibbles, OFFSETS>(job);
+      }
       if (job.w.kind == kInt6) return paired_rows<Coding::kSixBits, OFFSETS>(job);
       if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, OFFSETS>(job);
     }
