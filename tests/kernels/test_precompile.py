@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from windlass.errors import EngineError
 from windlass.kernels.attention_options import AttentionOptions, RopeOptions
 from windlass.kernels.batch import AttentionWork, Heads, LayerKV, StepBatch
+from windlass.kernels.compile_only import is_compiling
 from windlass.kernels.gemm_io import UnscaledOutputs
 from windlass.kernels.triton import gemm, skinny
 from windlass.kernels.triton.attention import attend
@@ -30,7 +31,6 @@ from windlass.kernels.triton.gemm import TunedGemm
 from windlass.kernels.triton.precompile import (
     compiling,
     counted,
-    is_compiling,
     only_compiling,
 )
 from windlass.kernels.triton.rope import rope_write_kernel

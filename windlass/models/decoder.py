@@ -6,7 +6,9 @@ names list rules (tensor_rules.py).
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from windlass.kernels.batch import (
     attention_layout,
     latent_layout,
 )
+from windlass.kernels.compile_only import is_compiling
 from windlass.kernels.experts import ExpertKernels
 from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import Inputs
@@ -42,6 +45,7 @@ from windlass.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from windlass.layers.recurrent import ConvMixer, RecurrentShape, rank_recurrent_heads
 from windlass.layers.rotary import Rotary
 from windlass.layers.short_conv import ShortConv
+from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams, MoEHParams
 from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
@@ -259,6 +263,14 @@ class DecoderModel(nn.Module):
         tables = {rope: cast(Rotary, rotary).cos_sin for rope, rotary in rotaries}
         return [None if rope is None else tables[rope] for rope in self._ropes]
 
+    @cached_property
+    def _distinct_layers(self) -> list[int]:
+        """Layers that launch all kernels of the stage: the last one, and the first of each kind."""
+        kinds: dict[Hashable, int] = {}
+        for i, block, rope in zip(self.stage.layers, self.layers, self._ropes, strict=True):
+            kinds.setdefault((_launches(block), rope), i)
+        return sorted({*kinds.values(), self.stage.layers[-1]})
+
     def embed(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
         """The token embeddings, scaled; with `split`, of this rank's tokens."""
         assert self.embed_tokens is not None, "this stage has no embedding"
@@ -268,8 +280,9 @@ class DecoderModel(nn.Module):
     def forward(
         self, inputs: Tensor, batch: StepBatch, aux_hidden_states: dict[int, Tensor] | None = None
     ) -> Tensor:
-        norms = [cast(Norm, block.input_layernorm) for block in self.layers]
-        first, *next_norms = norms
+        layers = self._distinct_layers if is_compiling() else list(self.stage.layers)
+        blocks = [cast(Block, self.layers.get_submodule(str(i))) for i in layers]
+        first, *next_norms = [cast(Norm, block.input_layernorm) for block in blocks]
         split = batch.split
         unquantised = batch.adapters is not None or (
             split is not None and split.is_unquantised(first)
@@ -279,13 +292,12 @@ class DecoderModel(nn.Module):
         if self.per_layer is not None:
             per_layer = self.per_layer(inputs, embedded, split)
         x, residual = first.add(embedded, None, unquantised)
-        layers, tables = self.stage.layers, self.cos_sin
-        blocks = zip(layers, self.layers, [*next_norms, self.norm], strict=True)
+        tables = self.cos_sin
         num_layers = self.stage.num_layers
         reads_all = (
             self.stage.is_last and aux_hidden_states is not None and num_layers in aux_hidden_states
         )
-        for i, block, norm in blocks:
+        for i, block, norm in zip(layers, blocks, [*next_norms, self.norm], strict=True):
             if aux_hidden_states is not None and i in aux_hidden_states:
                 # A copy, since layers may change it in place.
                 aux_hidden_states[i] = (
@@ -293,7 +305,7 @@ class DecoderModel(nn.Module):
                 )
             gathers = i + 1 == num_layers and not reads_all
             logits_indices = batch.logits_indices if gathers else None
-            table = tables[i - layers.start]
+            table = tables[i - self.stage.start]
             x, residual = block(x, residual, norm, batch, table, logits_indices, per_layer)
         if logits_indices is None:
             x = batch.all_tokens(x)
@@ -312,6 +324,30 @@ class DecoderModel(nn.Module):
         if self.embed_positions is not None:
             embedded = embedded + self.embed_positions(batch.positions, split)
         return embedded
+
+
+def _launches(block: nn.Module) -> Hashable:
+    """What decides which kernels a layer launches: its modules, with their weights and options."""
+    found = []
+    for name, module in block.named_modules():
+        options = [(key, _plain(each)) for key, each in vars(module).items() if key != "index"]
+        tensors = [
+            (key, each.shape, each.dtype) for key, each in module.named_parameters(recurse=False)
+        ]
+        packed: list[Hashable] = []
+        if isinstance(module, StoredWeight):
+            packed = [*module.parts.values(), *((gemm.form, gemm.kernel) for gemm in module.gemms)]
+        found.append((name, type(module), tuple(options), tuple(tensors), tuple(packed)))
+    return tuple(found)
+
+
+def _plain(value: object) -> Hashable:
+    """A number or string, or those of a dataclass; None for other objects, which layers share."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if is_dataclass(value):
+        return type(value), tuple(_plain(getattr(value, each.name)) for each in fields(value))
+    return None
 
 
 def norm_of(hparams: HParams, parts: Parts) -> RMSNorm | LayerNorm:

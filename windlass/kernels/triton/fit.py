@@ -13,7 +13,7 @@ from typing import Any
 from triton.runtime.errors import OutOfResources
 
 from windlass.errors import ConfigError
-from windlass.kernels.triton.precompile import is_compiling
+from windlass.kernels.compile_only import is_compiling
 
 
 class Fitted:

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from windlass.kernels.capture import garbage_kept
+from windlass.kernels.compile_only import is_compiling
 from windlass.kernels.gemm import Norm, OverlappedGemm, TorchGemm, batch_invariant_linear
 from windlass.kernels.gemm_io import Inputs, Outputs, UnnormalisedInputs
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import deferred_norm, gemv, skinny, wide
 from windlass.kernels.triton.deferred_norm import RowInputs
 from windlass.kernels.triton.norm import add_rms_norm, silu_mul
-from windlass.kernels.triton.precompile import compiling, is_compiling
+from windlass.kernels.triton.precompile import compiling
 from windlass.kernels.triton.skinny import Tiling
 from windlass.kernels.triton.tiling_cache import TilingCache
 from windlass.measurement_cache import MeasurementCache

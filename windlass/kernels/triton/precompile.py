@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any, ClassVar
@@ -22,14 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime import JITFunction
 
+from windlass.kernels.compile_only import compile_only
+
 _MAX_THREADS = 16
-
-_compiling: ContextVar[bool] = ContextVar("compiling", default=False)
-
-
-def is_compiling() -> bool:
-    """Whether launches of `fit(kernel)` only compile, and compute nothing."""
-    return _compiling.get()
 
 
 @contextmanager
@@ -39,16 +33,13 @@ def compiling() -> Iterator[Callable[[], None]]:
     The function that it yields waits for the first one, which a cache has at once.
     """
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    before = _compiling.set(True)
-    try:
-        with (
-            ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool,
-            # The launch will report errors.
-            triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
-        ):
-            yield partial(_wait_for_first, mode)
-    finally:
-        _compiling.reset(before)
+    with (
+        compile_only(),
+        ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool,
+        # The launch will report errors.
+        triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+    ):
+        yield partial(_wait_for_first, mode)
 
 
 def _wait_for_first(mode: triton.AsyncCompileMode) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from windlass.errors import EngineError
 from windlass.kernels.capture import garbage_kept
+from windlass.kernels.compile_only import is_compiling
 from windlass.kernels.storages import Held, held
 
 Key = TypeVar("Key", bound=Hashable)
@@ -63,8 +64,6 @@ class CudaBackend:
         return _CudaHostCopy(tensor)
 
     def capture(self, compute: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        from windlass.kernels.triton.precompile import is_compiling
-
         outputs = compute()  # compiles kernels outside of the capture
         if is_compiling():
             return _no_replay, ()  # the outputs of all sizes would take gigabytes
