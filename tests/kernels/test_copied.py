@@ -159,7 +159,7 @@ def chosen(
     layout = kv_layout(hparams, 16, torch.bfloat16)
     copies = choose_copies(config, hparams, network, parts=parts, layout=layout)
     outline(network)
-    return Chosen(copies, copies.choices(network))
+    return Chosen(copies.loaded(network), copies.choices(network))
 
 
 def test_copies_are_made_where_memory_allows_them(
@@ -201,6 +201,17 @@ def test_flags_decide_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (asked.copies.made, asked.copies.reason) == (True, "as set")
     refused = chosen(tiny, monkeypatch, memory=100 * COPIES, dequantized_copies=False)
     assert (refused.copies.made, refused.choices[0].value) == (False, "none")
+
+
+def test_weights_are_counted_only_if_memory_is_scarce(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations with meta tensors import torch._dynamo, which takes a second."""
+    counted: list[Network] = []
+    monkeypatch.setattr("windlass.runner.copies.outline", counted.append)
+    assert chosen(tiny, monkeypatch, memory=2**40).copies.made
+    assert not chosen(tiny, monkeypatch, memory=2**40, quantization=None).choices
+    assert not counted
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

@@ -6,6 +6,7 @@ a step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,11 +30,15 @@ _KV_PART = 4  # and of the memory that the KV cache could have without them
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Whether the weights of an engine have copies, and why."""
+    """Whether the weights of an engine have copies if they can, and why."""
 
     made: bool
     reason: str
     on_gpu: bool = True
+
+    def loaded(self, network: Network) -> Copies:
+        """The choice for a network with its weights, of which none may have a copy."""
+        return self if count_copies([network]) else replace(self, made=False)
 
     def choices(self, network: Network) -> list[Choice]:
         """The start-up line; a CPU, and weights that cannot have copies, have none."""
@@ -76,11 +81,10 @@ def choose_copies(
         return Copies(False, "this is a CPU", on_gpu=False)
     if wanted is not None:
         return Copies(wanted, "as set")
-    num_bytes, why = 0, None
-    if any(isinstance(each, StoredWeight) and _is_packed(each) for each in network.modules()):
-        counted = make_network(hparams, replace(parts, device=torch.device("cpu")))
-        outline(counted)
-        num_bytes = count_copies([counted])
+    stored = [each for each in network.modules() if isinstance(each, StoredWeight)]
+    packed = [each for each in stored if each.multiplied and isinstance(each.method, PackedMethod)]
+    why = None
+    if packed:
         limits = config.limits("cuda")
         steps = step_bytes(
             hparams,
@@ -88,12 +92,17 @@ def choose_copies(
             rows=limits.max_num_seqs,
             itemsize=parts.dtype.itemsize,
         )
-        left = _room(config, layout, device) - counted.weight_bytes - steps
-        why = why_no_copies(num_bytes, memory=whole_bytes(device), left=left)
-    all_fit = least(parts.mesh.world, why is None)
-    if not num_bytes:
-        return Copies(False, "no weight can have one")
-    if not all_fit:
+        memory, room = whole_bytes(device), _room(config, layout, device) - steps
+        most = parts.dtype.itemsize * _num_weights(stored)
+        most += sum(each.nbytes for each in network.parameters())
+        most_copies = parts.dtype.itemsize * _num_weights(packed)
+        if why_no_copies(most_copies, memory=memory, left=room - most) is not None:
+            # Only exact sizes can tell. The first operation with meta tensors takes a second.
+            counted = make_network(hparams, replace(parts, device=torch.device("cpu")))
+            outline(counted)
+            left = room - counted.weight_bytes
+            why = why_no_copies(count_copies([counted]), memory=memory, left=left)
+    if not least(parts.mesh.world, why is None):
         why = why or "another rank has too little memory"
         return Copies(False, f"{why}; --dequantized-copies makes them")
     return Copies(
@@ -101,8 +110,8 @@ def choose_copies(
     )
 
 
-def _is_packed(weight: StoredWeight) -> bool:
-    return weight.multiplied and isinstance(weight.method, PackedMethod)
+def _num_weights(layers: Iterable[StoredWeight]) -> int:
+    return sum(sum(each.parts.values()) * each.num_in for each in layers)
 
 
 def _room(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:

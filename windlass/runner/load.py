@@ -255,6 +255,7 @@ def load_network(
         share_weights(network, weights.network, linears=blueprint.linears, experts=parts.experts)
     network.check()
     check_copies(config.model, network)
+    copies = copies.loaded(network)
     layers = [module for module in network.modules() if isinstance(module, Linear)]
     plain = [weight for layer in layers for weight in layer.plain_weights]
     stored = [module for module in network.modules() if isinstance(module, StoredWeight)]
