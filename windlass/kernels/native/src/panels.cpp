@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "four_rows_neon.h"
 #include "simd.h"
 #include "vector_math.h"
 
@@ -105,62 +106,160 @@ struct PanelSink {
   }
 
   void put(int b, int m, const QuantisedBlock& r, const int8_t* from) const {
-    int8_t* to = const_cast<int8_t*>(panel.codes) + b * block * panel.rows + kRun * m;
+    int8_t* to = codes(b) + kRun * m;
     for (int i = 0; i < block; i += kRun) std::memcpy(to + i * panel.rows, from + i, kRun);
     const_cast<float*>(panel.scales)[b * kPanelRows + m] = r.step * input_gain;
     const_cast<int32_t*>(panel.correction)[b * kPanelRows + m] = -offset * r.sum;
     add_sum(b, m, r.step * kInputGain * static_cast<float>(r.sum));
   }
+
+  int8_t* codes(int b) const { return const_cast<int8_t*>(panel.codes) + b * block * panel.rows; }
+
+#if defined(WINDLASS_NEON)
+  // Writes all but the codes of block b of 4 rows.
+  void put(int b, const FourBlocks& found) const {
+    vst1q_f32(const_cast<float*>(panel.scales) + b * kPanelRows, vmulq_n_f32(found.step, input_gain));
+    vst1q_s32(const_cast<int32_t*>(panel.correction) + b * kPanelRows, vmulq_n_s32(found.sums, -offset));
+    add_sums(b, vmulq_f32(vmulq_n_f32(found.step, kInputGain), vcvtq_f32_s32(found.sums)));
+  }
+
+  void add_sums(int b, float32x4_t inputs) const {
+    float* const sums = const_cast<float*>(panel.sums) + group(b) * kPanelRows;
+    vst1q_f32(sums, vaddq_f32(vld1q_f32(sums), inputs));
+  }
+#endif
 };
 
 }  // namespace
 
 int max_outliers(const Weight& w) { return padded_in(w) / block_size(w); }
 
+namespace {
+
+// Quantises the rows of a panel block by block.
+class PanelFiller {
+ public:
+  PanelFiller(const Weight& w, const IntSizes& sizes, const float* x_scales, int planes, uint8_t* memory)
+      : w_(w), panel_(w, sizes, memory), x_scales_(x_scales), planes_(planes) {}
+
+  // Quantises block b of row m. Outliers are looked for if `min_gain` is not infinite.
+  void fill(const float* row, int m, int b, float min_gain, OutlierSink& sink) const {
+    const int block = panel_.block;
+    float scratch[kMaxBlock];
+    int8_t codes[kMaxBlock];
+    const float* inputs = inputs_of(w_, row, b * block, block, scratch);
+    const float peak = x_scales_ == nullptr ? peak_of_block(block, inputs) : 0.0f;
+    if (peak * peak > min_gain) {
+      float others[kMaxBlock];
+      const Split split = without_peak(inputs, peak, others);
+      if (peak * peak - split.next * split.next > min_gain) {
+        sink.add(outlier(b, split));
+        panel_.put(b, m, quantise_with_peak(split.next, block, others, codes), codes);
+        panel_.add_sum(b, m, split.x * kInputGain);
+        return;
+      }
+    }
+    const QuantisedBlock r = x_scales_ != nullptr
+                                 ? quantise_codes(inputs, block, x_scales_[m], 1.0f, codes)
+                                 : quantise_with_peak(peak, block, inputs, codes);
+    panel_.put(b, m * planes_, r, codes);
+    if (planes_ == 2) {
+      int8_t residual_codes[kMaxBlock];
+      const QuantisedBlock residual = quantise_residual(block, inputs, codes, r.step, residual_codes);
+      panel_.put(b, m * planes_ + 1, residual, residual_codes);
+    }
+  }
+
+#if defined(WINDLASS_NEON)
+  // Whether `rows` rows are quantised together.
+  bool fills_four_rows(int rows) const {
+    return kQuantisesFourRows && rows == kPanelRows && panel_.block == 32 && planes_ == 1 && x_scales_ == nullptr &&
+           w_.perm == nullptr && w_.num_in % 32 == 0;
+  }
+
+  // The same for block b of 4 rows.
+  void fill_four_rows(const float* x, int b, const float* min_gains, OutlierSink* sinks) const {
+    const float* rows[kPanelRows];
+    for (int m = 0; m < kPanelRows; ++m) rows[m] = x + static_cast<size_t>(m) * static_cast<size_t>(w_.num_in) + b * 32;
+    float32x4_t peaks = peaks_of_four_rows(rows);
+    const uint32x4_t large = vcgtq_f32(vmulq_f32(peaks, peaks), vld1q_f32(min_gains));
+    if (vmaxvq_u32(large) == 0) return panel_.put(b, quantise_four_rows(rows, peaks, panel_.codes(b)));
+    alignas(16) float others[kPanelRows][32], lanes[kPanelRows], taken[kPanelRows] = {};
+    uint32_t is_large[kPanelRows];
+    vst1q_f32(lanes, peaks);
+    vst1q_u32(is_large, large);
+    for (int m = 0; m < kPanelRows; ++m) {
+      if (!is_large[m]) continue;
+      const Split split = without_peak(rows[m], lanes[m], others[m]);
+      if (!(lanes[m] * lanes[m] - split.next * split.next > min_gains[m])) continue;
+      sinks[m].add(outlier(b, split));
+      rows[m] = others[m];
+      lanes[m] = split.next;
+      taken[m] = split.x * kInputGain;
+    }
+    peaks = vld1q_f32(lanes);
+    panel_.put(b, quantise_four_rows(rows, peaks, panel_.codes(b)));
+    panel_.add_sums(b, vld1q_f32(taken));
+  }
+#else
+  bool fills_four_rows(int) const { return false; }
+  void fill_four_rows(const float*, int, const float*, OutlierSink*) const {}
+#endif
+
+ private:
+  struct Split {
+    int at;  // the input with the largest magnitude
+    float x;
+    float next;  // the largest magnitude of the others
+  };
+
+  // Copies a block with a zero in place of its largest input.
+  Split without_peak(const float* inputs, float peak, float* others) const {
+    const int block = panel_.block;
+    const int at = block == 32 ? index_of<32>(peak, inputs) : index_of<16>(peak, inputs);
+    std::memcpy(others, inputs, static_cast<size_t>(block) * sizeof(float));
+    others[at] = 0.0f;
+    return {at, inputs[at], peak_of_block(block, others)};
+  }
+
+  Outlier outlier(int b, const Split& split) const {
+    return {b * panel_.block + split.at, panel_.group(b), split.x * panel_.input_gain};
+  }
+
+  const Weight& w_;
+  const PanelSink panel_;
+  const float* x_scales_;
+  const int planes_;
+};
+
+}  // namespace
+
 void fill_int_panel(const Weight& w, const IntSizes& sizes, const float* x, const float* x_scales,
                     int rows, int planes, uint8_t* memory, uint8_t* outliers) {
-  const int block = block_size(w);
-  const int num_blocks = padded_in(w) / block;
-  const PanelSink panel(w, sizes, memory);
-  const size_t next_row = outlier_bytes(max_outliers(w));
+  const int num_blocks = padded_in(w) / block_size(w);
+  const PanelFiller filler(w, sizes, x_scales, planes, memory);
+  const size_t next_row = outlier_bytes(max_outliers(w)), width = static_cast<size_t>(w.num_in);
   const bool find_outliers = planes == 1 && outliers != nullptr && x_scales == nullptr;
   // Missing rows are zeros.
   std::memset(memory + sizes.codes, 0, 2 * sizes.blocks + sizes.groups);
+  alignas(16) uint8_t unused[kCountBytes + sizeof(Outlier)];
+  const auto sink_of = [&](int m) {
+    return OutlierSink(outliers ? outliers + static_cast<size_t>(m) * next_row : unused);
+  };
+  const auto min_gain_of = [&](int m) {
+    return find_outliers ? kOutlier * sum_of_squares(x + static_cast<size_t>(m) * width, w.num_in) / w.num_in
+                         : INFINITY;
+  };
+  if (filler.fills_four_rows(rows)) {
+    OutlierSink sinks[] = {sink_of(0), sink_of(1), sink_of(2), sink_of(3)};
+    const float min_gains[] = {min_gain_of(0), min_gain_of(1), min_gain_of(2), min_gain_of(3)};
+    for (int b = 0; b < num_blocks; ++b) filler.fill_four_rows(x, b, min_gains, sinks);
+    return;
+  }
   for (int m = 0; m < rows; ++m) {
-    const float* row = x + static_cast<size_t>(m) * w.num_in;
-    alignas(16) uint8_t unused[kCountBytes + sizeof(Outlier)];
-    OutlierSink sink(outliers ? outliers + static_cast<size_t>(m) * next_row : unused);
-    const float min_gain = find_outliers ? kOutlier * sum_of_squares(row,
-                                                                     w.num_in) / w.num_in : 0.0f;
-    for (int b = 0; b < num_blocks; ++b) {
-      float scratch[kMaxBlock];
-      int8_t codes[kMaxBlock];
-      const float* inputs = inputs_of(w, row, b * block, block, scratch);
-      const float peak = x_scales == nullptr ? peak_of_block(block, inputs) : 0.0f;
-      if (find_outliers && peak * peak > min_gain) {
-        const int at = block == 32 ? index_of<32>(peak, inputs) : index_of<16>(peak, inputs);
-        float others[kMaxBlock];
-        std::memcpy(others, inputs, static_cast<size_t>(block) * sizeof(float));
-        others[at] = 0.0f;
-        const float next = peak_of_block(block, others);
-        if (peak * peak - next * next > min_gain) {
-          sink.add({b * block + at, panel.group(b), inputs[at] * panel.input_gain});
-          panel.put(b, m, quantise_with_peak(next, block, others, codes), codes);
-          panel.add_sum(b, m, inputs[at] * kInputGain);
-          continue;
-        }
-      }
-      const QuantisedBlock r = x_scales != nullptr ? quantise_codes(inputs, block, x_scales[m],
-                                                                    1.0f, codes)
-                                            : quantise_with_peak(peak, block, inputs, codes);
-      panel.put(b, m * planes, r, codes);
-      if (planes == 2) {
-        int8_t residual_codes[kMaxBlock];
-        const QuantisedBlock residual = quantise_residual(block, inputs, codes, r.step,
-                                                          residual_codes);
-        panel.put(b, m * planes + 1, residual, residual_codes);
-      }
-    }
+    OutlierSink sink = sink_of(m);
+    const float min_gain = min_gain_of(m);
+    for (int b = 0; b < num_blocks; ++b) filler.fill(x + static_cast<size_t>(m) * width, m, b, min_gain, sink);
   }
 }
 
