@@ -618,7 +618,7 @@ _OTHER_PROCESS = """
 
 
 def test_two_processes_use_one_directory(root: Path, open_store: Open) -> None:
-    """Both write more than the limit, so that each evicts records of the other."""
+    """Both write more than the limit, so that records of one are evicted by the other."""
     command = [sys.executable, "-c", textwrap.dedent(_OTHER_PROCESS), str(root)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdin is not None
@@ -639,10 +639,11 @@ def test_two_processes_use_one_directory(root: Path, open_store: Open) -> None:
         process.stdin.close()
         assert process.wait(30) == 0
     assert store.stats().corrupt == 0
-    assert store.stats().evictions > 0
-    # Both may have made room for the same record. One process alone fills the directory again.
+    # Either may have made the room for all records, or both for the same one. One process alone fills the
+    # directory again.
     store.refresh()
     for number in range(100, 120):
         put(store, number)
         assert len([*root.glob("*/*.kv")]) <= 20
     assert len([*root.glob("*/*.kv")]) == 20
+    assert store.stats().evictions > 0
