@@ -7,7 +7,6 @@ names list rules (tensor_rules.py).
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -45,8 +44,8 @@ from windlass.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from windlass.layers.recurrent import ConvMixer, RecurrentShape, rank_recurrent_heads
 from windlass.layers.rotary import Rotary
 from windlass.layers.short_conv import ShortConv
-from windlass.layers.stored import StoredWeight
 from windlass.models.hparams import HParams, MoEHParams
+from windlass.models.launches import launches
 from windlass.models.network import Network, Parts, rank_heads
 from windlass.models.rope import frequencies
 from windlass.models.rope_config import RopeConfig
@@ -268,7 +267,7 @@ class DecoderModel(nn.Module):
         """Layers that launch all kernels of the stage: the last one, and the first of each kind."""
         kinds: dict[Hashable, int] = {}
         for i, block, rope in zip(self.stage.layers, self.layers, self._ropes, strict=True):
-            kinds.setdefault((_launches(block), rope), i)
+            kinds.setdefault((launches(block), rope), i)
         return sorted({*kinds.values(), self.stage.layers[-1]})
 
     def embed(self, ids: Tensor, split: TokenSplit | None = None) -> Tensor:
@@ -324,30 +323,6 @@ class DecoderModel(nn.Module):
         if self.embed_positions is not None:
             embedded = embedded + self.embed_positions(batch.positions, split)
         return embedded
-
-
-def _launches(block: nn.Module) -> Hashable:
-    """What decides which kernels a layer launches: its modules, with their weights and options."""
-    found = []
-    for name, module in block.named_modules():
-        options = [(key, _plain(each)) for key, each in vars(module).items() if key != "index"]
-        tensors = [
-            (key, each.shape, each.dtype) for key, each in module.named_parameters(recurse=False)
-        ]
-        packed: list[Hashable] = []
-        if isinstance(module, StoredWeight):
-            packed = [*module.parts.values(), *((gemm.form, gemm.kernel) for gemm in module.gemms)]
-        found.append((name, type(module), tuple(options), tuple(tensors), tuple(packed)))
-    return tuple(found)
-
-
-def _plain(value: object) -> Hashable:
-    """A number or string, or those of a dataclass; None for other objects, which layers share."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if is_dataclass(value):
-        return type(value), tuple(_plain(getattr(value, each.name)) for each in fields(value))
-    return None
 
 
 def norm_of(hparams: HParams, parts: Parts) -> RMSNorm | LayerNorm:

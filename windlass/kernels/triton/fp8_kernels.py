@@ -30,7 +30,7 @@ def _quantised(x_tile):
 
 
 @triton.jit
-def _tile(at, mask, EVEN: tl.constexpr):
+def load_tile(at, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     else:
@@ -79,7 +79,7 @@ def fp8_linear_kernel(
     acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
         inside = start + k < K
-        w_tile = _tile(w_at + start, (outputs < N)[:, None] & inside[None, :], EVEN)
+        w_tile = load_tile(w_at + start, (outputs < N)[:, None] & inside[None, :], EVEN)
         x_mask = (rows < M)[None, :] if EVEN else (rows < M)[None, :] & inside[:, None]
         x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
         if x_scales is None:
@@ -140,8 +140,8 @@ def fp8_gated_kernel(
         w_mask = (outputs < N)[:, None] & inside[None, :]
         x_mask = (rows < M)[None, :] if EVEN else (rows < M)[None, :] & inside[:, None]
         x_tile = tl.load(x_at + start, mask=x_mask, other=0.0)
-        g_tile = _tile(codes + w_at + start, w_mask, EVEN)
-        u_tile = _tile(ups + w_at + start, w_mask, EVEN)
+        g_tile = load_tile(codes + w_at + start, w_mask, EVEN)
+        u_tile = load_tile(ups + w_at + start, w_mask, EVEN)
         if x_scales is None:
             x_codes, x_scale = _quantised(x_tile)
             gate += tl.dot(g_tile, x_codes) * x_scale[None, :]

@@ -14,18 +14,11 @@ from torch import Tensor
 from windlass.kernels.gemm_io import UnnormalisedInputs
 from windlass.kernels.triton import deferred_norm, pdl
 from windlass.kernels.triton.deferred_norm import RowInputs, add_to_residual, normalised
+from windlass.kernels.triton.fp8_kernels import load_tile
 
 MAX_SIZE = 16384  # inputs
 MAX_VALUES = 65536  # of the weight per program, which are in registers
 _THREAD_VALUES = 8  # of one row of the weight, per thread and load
-
-
-@triton.jit
-def _load(at, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -62,17 +55,17 @@ def gemv_kernel(
     k = k[None, :]
     mask = inside[:, None] & (k < K)
     at = weight + outputs.to(tl.int64)[:, None] * K + k
-    w_tile = _load(at, mask, EVEN)
+    w_tile = load_tile(at, mask, EVEN)
     if GATED:
-        u_tile = _load(at + N.to(tl.int64) * K, mask, EVEN)
+        u_tile = load_tile(at + N.to(tl.int64) * K, mask, EVEN)
     if scales is not None:
         w_scales = tl.load(scales + outputs, mask=inside, other=0.0)
         if GATED:
             u_scales = tl.load(scales + N + outputs, mask=inside, other=0.0)
     if squares is not None:
-        gain = _load(gains + k, k < K, EVEN)
+        gain = load_tile(gains + k, k < K, EVEN)
     pdl.wait(PDL)
-    x_tile = _load(x + k, k < K, EVEN)
+    x_tile = load_tile(x + k, k < K, EVEN)
     if out_squares is not None:
         before = tl.load(out + outputs, mask=inside, other=0.0)
     if squares is not None:
