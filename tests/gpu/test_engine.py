@@ -88,6 +88,7 @@ def test_large_captured_steps_equal_eager_ones(
         llm = LLM(
             str(folder),
             load_format="dummy",
+            dtype="float16",  # fewer near ties than in bfloat16
             kv_cache_dtype=kv_dtype,
             max_num_seqs=32,
             max_num_batched_tokens=4096,

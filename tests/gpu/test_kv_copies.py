@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from random import Random
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_copies_beside_captured_steps(seed: int, monkeypatch: pytest.MonkeyPatch
     copies.read(ids([0]), [0]).wait()
     copies.write([0], ids([0])).wait()
     torch.cuda.synchronize()
+    gc.collect()  # tensors of earlier tests
     allocated = torch.cuda.memory_allocated()
     for _ in range(200):
         if writing and random.random() < 0.4:

@@ -12,7 +12,6 @@ from windlass.kernels.gemm_io import (
     Inputs,
     PlaneInputs,
     QuantisedInputs,
-    UnnormalisedInputs,
     UnscaledOutputs,
 )
 from windlass.kernels.gpu import gpu_of
@@ -147,38 +146,6 @@ def test_fp8_with_a_norm(rows: int, outputs: int, size: int, wanted: InputQuant 
         assert isinstance(got, kinds[None if wanted is None else wanted.kind])
         close(values(got), want, 2 * E4M3 if isinstance(got, QuantisedInputs) else E4M3)
         close(residual, want_residual, E4M3)
-
-
-class DeferredNorm(Norm):
-    """A norm that the GEMM after it takes over."""
-
-    def defers(self, num_rows: int) -> bool:
-        return num_rows == 1
-
-
-@pytest.mark.parametrize(("outputs", "size"), [(960, 576), (4096, 14336)])
-def test_fp8_with_a_deferred_norm(outputs: int, size: int) -> None:
-    from windlass.kernels.triton.fp8_linear import Fp8Linear
-
-    kernel = Fp8Linear()
-    form, norm = fp8_form(outputs, size), DeferredNorm(outputs, None)
-    following = fp8_form(1024, outputs)
-    x = torch.randn(1, size, device=CUDA).bfloat16()
-    before = torch.randn(1, outputs, device=CUDA).bfloat16()
-    unfused = (x.double() @ form.dequantise().double().T).bfloat16()
-    want, want_residual = reference.add_rms_norm(unfused, before.clone(), norm.weight, norm.eps)
-    wanted = want.double() @ following.dequantise().double().T
-    gate = reference.silu_mul(wanted.bfloat16())
-    gemm, next_gemm = kernel.prepare(form), kernel.prepare(following)
-    assert next_gemm.takes_unnormalised(1)
-    assert not next_gemm.takes_unnormalised(2)
-    for _ in "ab":
-        got, residual = gemm.then(x, before.clone(), norm)
-        assert isinstance(got, UnnormalisedInputs)
-        close(values(got), want, E4M3)
-        close(residual, want_residual, E4M3)
-        close(next_gemm.apply(got), wanted, 2 * E4M3)
-        close(values(next_gemm.gated(got, reference.silu_mul)), gate, 3 * E4M3)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -191,12 +191,10 @@ def one_row(
     return gemv.gemv_kernel, signature, constants, {"num_warps": 16}
 
 
-def fp8_gemm(quantised: bool, even: bool, split: bool, leaves_norm: bool = False) -> tuple:
+def fp8_gemm(quantised: bool, even: bool, split: bool) -> tuple:
     signature = {**GEMM, "codes": FP8, "scales": F}
     signature |= {"partial_sums": F, "counters": I, "splits": "i32"}
     constants = {"SPLIT": split, "ROWS": 16, "OUTPUTS": 64, "BLOCK_K": 128, "EVEN": even}
-    if leaves_norm:
-        signature |= {"out_squares": F}
     if quantised:
         signature = {**signature, "x": FP8, "x_scales": F}
     options = {"num_stages": 6 if quantised else 4}
@@ -413,10 +411,8 @@ CASES = {
     "codebook GEMM with sub-scales": codebook_gemm(16, 32, 256),
     "codebook GEMM with sub-scales, groups of 16": codebook_gemm(64, 16, 256),
     "fp8 GEMM": fp8_gemm(True, True, True),
-    "fp8 GEMM that leaves a norm": fp8_gemm(True, True, True, leaves_norm=True),
     "fp8 GEMM that quantises": fp8_gemm(False, True, True),
-    "fp8 GEMM that quantises and leaves a norm": fp8_gemm(False, True, True, leaves_norm=True),
-    "fp8 GEMM that quantises, odd, and leaves a norm": fp8_gemm(False, False, False, True),
+    "fp8 GEMM that quantises, odd": fp8_gemm(False, False, False),
     "fp8 gated": fp8_gated(True),
     "fp8 gated that quantises": fp8_gated(False),
     "rope_write": rotate(False),
@@ -508,7 +504,7 @@ CASES = {
     "one row that leaves a norm": one_row(leaves=True),
     "one row that takes and leaves a norm": one_row(takes=True, leaves=True),
     "one row, gated, that takes a norm": one_row(takes=True, gated=True),
-    "one row of fp8 weights": one_row(takes=True, fp8=True),
+    "one row of fp8 weights": one_row(fp8=True),
     "gated few": gated(16, 64, 4),
     "gated many": gated(64, 64, 4),
     "gated many wide": gated(64, 128, 2),

@@ -342,36 +342,41 @@ def test_skinny_gemm(rows: int, splits: int) -> None:
 
 @inside
 @pytest.mark.parametrize("outputs", [2, 8])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_gemms_of_one_row_with_deferred_norms(outputs: int, scaled: bool) -> None:
+def test_gemms_of_one_row(outputs: int) -> None:
+    from windlass.kernels.triton import gemv
+
+    x, weight, scales = torch.randn(1, 192), torch.randn(100, 192), torch.rand(100) + 0.5
+    for of_outputs, want in ((None, x @ weight.T), (scales, x @ weight.T * scales)):
+        got = gemv.linear(x, weight, outputs, of_outputs)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        active = gemv.gated(x, weight, outputs, of_outputs)
+        torch.testing.assert_close(active, reference.silu_mul(want), atol=1e-3, rtol=1e-3)
+
+
+@inside
+@pytest.mark.parametrize("outputs", [2, 8])
+def test_gemms_of_one_row_with_deferred_norms(outputs: int) -> None:
     """Three GEMMs in a row: each but the first takes a norm, and each but the last leaves one."""
     from windlass.kernels.triton import deferred_norm, gemv
 
-    def make(num_out: int, size: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        weight = torch.randn(num_out, size)
-        scales = torch.rand(num_out) + 0.5 if scaled else None
-        return weight, scales, weight if scales is None else weight * scales[:, None]
-
-    (first, first_scales, a), (second, second_scales, b) = make(130, 192), make(130, 130)
-    last, last_scales, c = make(100, 130)
+    first, second, last = torch.randn(130, 192), torch.randn(130, 130), torch.randn(100, 130)
     x, residual, gains = torch.randn(1, 192), torch.randn(1, 130), torch.randn(2, 130)
-    normed, total = reference.add_rms_norm(x @ a.T, residual, gains[0], 1e-5)
-    want, final = reference.add_rms_norm(normed @ b.T, total, gains[1], 1e-5)
-    torch.testing.assert_close(gemv.linear(x, first, outputs, first_scales), x @ a.T)
+    normed, total = reference.add_rms_norm(x @ first.T, residual, gains[0], 1e-5)
+    want, final = reference.add_rms_norm(normed @ second.T, total, gains[1], 1e-5)
 
     stream = residual.clone()
     left = deferred_norm.allocate(stream, outputs, gains[0], 1e-5)
-    gemv.linear_residual(x, first, outputs, left, first_scales)
+    gemv.linear_residual(x, first, outputs, left)
     torch.testing.assert_close(left.normalised(), normed, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(stream, total, atol=1e-3, rtol=1e-3)
 
     following = deferred_norm.allocate(stream.clone(), outputs, gains[1], 1e-5)
-    gemv.linear_residual(left, second, outputs, following, second_scales)
+    gemv.linear_residual(left, second, outputs, following)
     torch.testing.assert_close(following.residual, final, atol=1e-3, rtol=1e-3)
-    got = gemv.linear(following, last, outputs, last_scales)
-    torch.testing.assert_close(got, want @ c.T, atol=1e-2, rtol=1e-2)
-    active = gemv.gated(following, last, outputs, last_scales)
-    torch.testing.assert_close(active, reference.silu_mul(want @ c.T), atol=1e-2, rtol=1e-2)
+    got = gemv.linear(following, last, outputs)
+    torch.testing.assert_close(got, want @ last.T, atol=1e-2, rtol=1e-2)
+    active = gemv.gated(following, last, outputs)
+    torch.testing.assert_close(active, reference.silu_mul(want @ last.T), atol=1e-2, rtol=1e-2)
 
 
 GROUPED = [(4, 32, 3, 40, 160), (4, 64, 18, 70, 192), (4, 128, 1, 64, 512), (4, 128, 70, 40, 576)]

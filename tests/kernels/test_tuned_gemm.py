@@ -15,10 +15,19 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
+from windlass.kernels import reference
+from windlass.kernels.gemm_io import UnnormalisedInputs
 from windlass.kernels.lora import Lora, ReferenceLora, Stacks
 from windlass.kernels.triton import gemm as module
-from windlass.kernels.triton.gemm import TunedGemm
-from windlass.kernels.triton.skinny import Tiling
+from windlass.kernels.triton.gemm import TunedGemm, _workspace
+from windlass.kernels.triton.gemm_candidates import (
+    KINDS,
+    KNOWN,
+    MEASURED_AT,
+    candidates,
+    kinds_of,
+)
+from windlass.kernels.triton.skinny import Tiling, padded
 from windlass.kernels.triton.tiling_cache import TilingCache, open_tiling_cache
 from windlass.lora.start import _run_with_lora
 from windlass.measurement_cache import MeasurementCache
@@ -89,14 +98,31 @@ def test_one_row_reads_whole_rows_of_the_weight(timed: dict[Any, float]) -> None
     timed |= {None: 2.0, Tiling(32, 4): 0.5, Tiling(4, stages=0): 1.0}
     for rows, best in ((1, [Tiling(4, stages=0)]), (4, [Tiling(32, 4)])):
         x = torch.randn(rows, SHAPE[1])
-        tilings = module._tilings(SHAPE, rows)
-        gemm._try("linear", tilings, [weight], x, partial(linear, x), gemm._skinny)
+        gemm._try("linear", [weight], x, partial(linear, x), gemm._skinny)
         gemm.calls.clear()
         gemm.linear(x, weight)
         assert gemm.calls == best
-    assert module._whole_rows((64, 16384)) == [Tiling(2, stages=0), Tiling(4, stages=0)]
-    assert module._whole_rows((64, 16384), tiles=2) == [Tiling(2, stages=0)]
-    assert not module._whole_rows((64, 16448))
+    whole_rows = [Tiling(2, stages=0), Tiling(4, stages=0)]
+    assert candidates("linear", (64, 16384), 1) == whole_rows
+    assert candidates("gated", (64, 16384), 1) == whole_rows[:1]
+    assert not any(each.whole_rows for each in candidates("linear", (64, 16448), 1))
+
+
+@pytest.mark.parametrize(("took", "normalises"), [(1.8, True), (1.95, False)])
+def test_a_gemm_normalises_its_inputs_if_that_is_clearly_faster(
+    timed: dict[Any, float], monkeypatch: pytest.MonkeyPatch, took: float, normalises: bool
+) -> None:
+    gemm, (weight, _) = FakeTunedGemm(), layer()
+    residual, gains = torch.randn(1, SHAPE[1]), torch.randn(SHAPE[1])
+    x = UnnormalisedInputs(residual, residual.square().sum(1), gains, 1e-5)
+    monkeypatch.setattr(module, "rms_norm", reference.rms_norm)
+    monkeypatch.setattr(gemm, "_skinny", lambda x, w, _: linear(module._normalised(x), w))
+    timed |= {None: 2.0, Tiling(4, stages=0): took}
+    gemm._try("norm linear", [weight], x, partial(gemm.linear, x), gemm._skinny)
+    assert gemm.takes_unnormalised(weight, 1) == normalises
+    assert not gemm.takes_unnormalised(weight, 2)
+    want = linear(reference.rms_norm(residual, gains, 1e-5), weight)
+    assert torch.equal(gemm.linear(x, weight), want)
 
 
 def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
@@ -105,8 +131,7 @@ def test_a_small_weight_may_measure_slower_and_splits_into_more_programs(
     gemm, (weight, _) = FakeTunedGemm(), layer()
     timed |= {None: 1.0, Tiling(16, 8): 1.2}
     x = torch.randn(4, SHAPE[1])
-    tilings = module._tilings(SHAPE, 4)
-    gemm._try("linear", tilings, [weight], x, lambda w: linear(x, w), gemm._skinny)
+    gemm._try("linear", [weight], x, lambda w: linear(x, w), gemm._skinny)
     gemm.calls.clear()
     gemm.linear(x, weight)
     assert gemm.calls == [Tiling(16, 8)]
@@ -212,10 +237,20 @@ def test_the_cache_is_of_one_gpu_and_of_the_kernels_as_they_are(
 def test_only_kinds_that_a_network_has_are_measured() -> None:
     """Qwen3-0.6B: q, k and v; o; gate and up; down; the head."""
     shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)]
-    sizes = {size for _, size in shapes}
-    kinds = [
-        module._kinds([torch.empty(shape, device="meta")] * count, sizes)
-        for shape, count in zip(shapes, (28, 28, 28, 28, 1), strict=True)
-    ]
-    normed, gated = ("linear", "deferred norm"), ("linear", "gated")
-    assert kinds == [gated, normed, gated, normed, ("linear",)]
+    counts = (28, 28, 28, 28, 1)
+    kinds = [kinds_of(shape, n, shapes) for shape, n in zip(shapes, counts, strict=True)]
+    leaves, takes = ("linear", "deferred norm"), ("linear", "gated", "norm linear", "norm gated")
+    assert kinds == [takes, leaves, takes, leaves, ("linear",)]
+
+
+@pytest.mark.parametrize("rows", MEASURED_AT)
+@pytest.mark.parametrize("shape", [(576, 576), (3072, 576), (28672, 4096), (256, 14336)])
+def test_candidates_are_known_and_fit_the_workspace(rows: int, shape: tuple[int, int]) -> None:
+    space = _workspace(torch.device("meta"))
+    for kind in KINDS:
+        for tiling in candidates(kind, shape, rows):
+            assert tiling in KNOWN
+            if tiling.splits > 1:
+                assert kind != "gated"
+                assert padded(rows) * shape[0] * tiling.splits <= space.partial_sums.numel()
+                assert -(-shape[0] // tiling.outputs) <= space.counters.numel()

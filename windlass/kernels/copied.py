@@ -67,9 +67,6 @@ class CopiedGemm(RowReader):
     def input_quant(self, num_rows: int) -> InputQuant | None:
         return self._of(num_rows).input_quant(num_rows)
 
-    def takes_unnormalised(self, num_rows: int) -> bool:
-        return self._of(num_rows).takes_unnormalised(num_rows)
-
     def apply(self, x: Inputs) -> Tensor:
         return self._of(x.shape[0]).apply(x)
 

@@ -50,11 +50,6 @@ class Prepared(ABC):
         del num_rows
         return None
 
-    def takes_unnormalised(self, num_rows: int) -> bool:
-        """Whether `apply`, `raw` and `gated` take `UnnormalisedInputs` of `num_rows` rows."""
-        del num_rows
-        return False
-
     def raw(self, x: Inputs) -> Outputs:
         """The GEMM for a reader that applies the scales of `UnscaledOutputs`."""
         return self.apply(x)

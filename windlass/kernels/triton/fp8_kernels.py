@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton import pdl
-from windlass.kernels.triton.deferred_norm import add_to_residual
 from windlass.kernels.triton.reduce import add_splits
 
 
@@ -46,7 +45,6 @@ def fp8_linear_kernel(
     out,
     partial_sums,
     counters,
-    out_squares,
     M,
     N,
     K,
@@ -61,8 +59,7 @@ def fp8_linear_kernel(
 ):
     """out[M, N] = x[M, K] @ weight[N, K].T; `prefetched` bytes of each row are prefetched.
 
-    EVEN: blocks divide N and K. With `out_squares`, out is the residual stream to add
-    to, of one row.
+    EVEN: blocks divide N and K.
     """
     pdl.release(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -98,11 +95,7 @@ def fp8_linear_kernel(
         acc *= tl.load(scales + outputs, mask=outputs < N, other=0.0)[:, None]
         if x_scales is not None:
             acc *= tl.load(x_scales + rows, mask=rows < M, other=0.0)[None, :]
-        if out_squares is not None:
-            before = tl.load(out + at, mask=mask, other=0.0)
-            add_to_residual(acc, before, at, mask, out, out_squares)
-        else:
-            tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "prefetched"])

@@ -15,14 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from windlass.kernels.gemm import Norm
 from windlass.kernels.gemm_io import InputQuant, Inputs, Outputs, QuantisedInputs, UnscaledOutputs
 from windlass.kernels.gpu import gpu_of
 from windlass.kernels.packed import Float8, Packed
 from windlass.kernels.prepared import Prepared
 from windlass.kernels.storages import Held
-from windlass.kernels.triton import deferred_norm, gemv, pdl
-from windlass.kernels.triton.deferred_norm import RowInputs
+from windlass.kernels.triton import gemv, pdl
 from windlass.kernels.triton.fit import fit
 from windlass.kernels.triton.fp8_kernels import fp8_gated_kernel, fp8_linear_kernel
 from windlass.kernels.triton.quantise import quantise_rows
@@ -160,17 +158,17 @@ class Fp8Gemm(Prepared):
         yield from self._space.storages()
 
     def input_quant(self, num_rows: int) -> InputQuant | None:
-        if self._input_scale is not None or self.takes_unnormalised(num_rows):
+        if self._input_scale is not None or self._reads_whole_rows(num_rows):
             return None
         return InputQuant("rows")
 
-    def takes_unnormalised(self, num_rows: int) -> bool:
+    def _reads_whole_rows(self, num_rows: int) -> bool:
+        """Whether the GEMM reads whole rows of the weight, if its inputs are not quantised."""
         small = self._num_in <= _MAX_WHOLE_SIZE and self._codes.numel() <= _MAX_WHOLE
         return num_rows == 1 and small and self._input_scale is None
 
-    def _in_whole_rows(self, x: Inputs) -> TypeGuard[RowInputs]:
-        """Whether the GEMM reads whole rows of the weight, and inputs that are not quantised."""
-        return self.takes_unnormalised(x.shape[0]) and isinstance(x, RowInputs)
+    def _in_whole_rows(self, x: Inputs) -> TypeGuard[Tensor]:
+        return self._reads_whole_rows(x.shape[0]) and isinstance(x, Tensor)
 
     def apply(self, x: Inputs) -> Tensor:
         if x.shape[0] <= _FEW_ROWS:
@@ -181,19 +179,6 @@ class Fp8Gemm(Prepared):
         if x.shape[0] <= _FEW_ROWS:
             return self._few(x)
         return self._many.raw(self._quantised(x), self._codes)
-
-    def then(self, x: Inputs, residual: Tensor, norm: Norm) -> tuple[Inputs, Tensor]:
-        if not norm.defers(x.shape[0]):
-            return super().then(x, residual, norm)
-        weight_eps = norm.weight, norm.eps
-        if self._in_whole_rows(x):
-            into = deferred_norm.allocate(residual, _WHOLE_OUTPUTS, *weight_eps)
-            gemv.linear_residual(x, self._codes, _WHOLE_OUTPUTS, into, self._scales)
-        else:
-            outputs = self._tilings[self._quantises(x)].outputs
-            into = deferred_norm.allocate(residual, outputs, *weight_eps)
-            self._launch(x, residual, into.squares)
-        return into, residual
 
     def gated(self, x: Inputs, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         if x.shape[0] > _FEW_ROWS:
@@ -250,14 +235,8 @@ class Fp8Gemm(Prepared):
         """The GEMM for few rows."""
         if self._in_whole_rows(x):
             return gemv.linear(x, self._codes, _WHOLE_OUTPUTS, self._scales)
-        shape = x.shape[0], self._num_out
-        out = torch.empty(shape, dtype=x.dtype, device=self._codes.device)
-        self._launch(x, out)
-        return out
-
-    def _launch(self, x: Inputs, out: Tensor, squares: Tensor | None = None) -> None:
-        """With `squares`, add to `out`, the residual stream."""
-        rows, outputs = out.shape
+        rows, outputs = x.shape[0], self._num_out
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=self._codes.device)
         tiling = self._tilings[self._quantises(x)]
         fit(fp8_linear_kernel)[(triton.cdiv(outputs, tiling.outputs), tiling.splits)](
             *self._inputs(x),
@@ -266,7 +245,6 @@ class Fp8Gemm(Prepared):
             out,
             self._space.partial_sums,
             self._space.counters,
-            squares,
             rows,
             outputs,
             self._num_in,
@@ -281,6 +259,7 @@ class Fp8Gemm(Prepared):
             num_stages=tiling.num_stages,
             **pdl.options(),
         )
+        return out
 
 
 def _prefetched(num_rows: int) -> int:

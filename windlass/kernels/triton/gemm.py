@@ -9,7 +9,6 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -20,42 +19,40 @@ from windlass.kernels.gemm_io import Inputs, Outputs, UnnormalisedInputs
 from windlass.kernels.storages import Held
 from windlass.kernels.triton import deferred_norm, gemv, skinny, wide
 from windlass.kernels.triton.deferred_norm import RowInputs
-from windlass.kernels.triton.norm import add_rms_norm, silu_mul
+from windlass.kernels.triton.gemm_candidates import (
+    FEW,
+    KINDS,
+    KNOWN,
+    MANY,
+    MAX_SPLIT_OUTPUTS,
+    MEASURED_AT,
+    SMALL_OUTPUTS,
+    Shape,
+    bucket,
+    candidates,
+    kinds_of,
+)
+from windlass.kernels.triton.norm import add_rms_norm, rms_norm, silu_mul
 from windlass.kernels.triton.precompile import compiling
 from windlass.kernels.triton.skinny import Tiling
 from windlass.kernels.triton.tiling_cache import TilingCache
 from windlass.measurement_cache import MeasurementCache
 
-_TILINGS = [
-    *[Tiling(16, stages=8), Tiling(32, stages=8), Tiling(32), Tiling(64)],
-    *[Tiling(n, s) for n in (32, 64) for s in (2, 4, 8)],
-    *[Tiling(32, s, 8) for s in (2, 4)],
-]
-# For weights of few outputs, such as routers, which would give few programs.
-_SMALL = [Tiling(16, s) for s in (4, 8)]
-_SMALL_OUTPUTS = 256
-_GATED = [Tiling(16), Tiling(16, stages=8), Tiling(32), Tiling(64)]
-_MANY_ROWS = [Tiling(64, s) for s in (1, 2, 4)] + [Tiling(128, s, 3) for s in (1, 2, 4)]
-_MANY_GATED = [Tiling(64), Tiling(64, stages=3), Tiling(128, stages=2)]
-_WHOLE_ROWS = [Tiling(n, stages=0) for n in (2, 4, 8)]
-_KNOWN = frozenset([*_TILINGS, *_SMALL, *_GATED, *_MANY_ROWS, *_MANY_GATED, *_WHOLE_ROWS])
-_FEW_ROWS = 16
 _BATCH_INVARIANT = Tiling(64)  # K is not split, so it is summed in order
-_MAX_SPLIT_OUTPUTS = 16384  # a larger weight fills the device without splitting K
-# Measured row counts: 4 stands for 2 to 4 rows, 8 for up to 16, 64 for up to the kernel's maximum.
-_MEASURED_AT = (1, 4, 8, 64)
 # A skinny kernel may measure slightly slower: in a step it starts while the previous kernel ends (PDL),
 # which these measurements show only in part.
 _MARGIN = 1.04
 _SMALL_MARGIN = 1.25  # such a kernel takes about as long as it waits for the previous one
-_MAX_TILES = 1024  # whose sums of squares the next GEMM adds, in every program
+# A GEMM that normalises its inputs reads what the kernel before has just written: in a step it is slower
+# than measured here. With 4,096 inputs it measured 2 % faster to 2 % slower, and steps took 11 % longer.
+_NORM_MARGIN = 0.95
 _TIMED_MS = 0.5  # min duration of one measurement
+_EPS = 1e-5  # of measured norms
+_NORM_TILE = 4  # outputs per sum of squares before a norm
 _COLD_BYTES = 128 * 2**20  # min bytes of weights per rotation, more than the L2 cache holds
 
-_KINDS = ("linear", "deferred norm", "gated", "overlapped")
 _NUMBERS = 4 + len(fields(Tiling))  # of a choice: kind, shape, bucket and tiling
 
-Shape = tuple[int, ...]
 _Key = tuple[str, Shape, int]
 
 
@@ -69,21 +66,6 @@ class _Group:
     @property
     def shape(self) -> Shape:
         return tuple(self.weights[0].shape)
-
-
-def _kinds(weights: list[Tensor], sizes: set[int]) -> tuple[str, ...]:
-    """The kinds of GEMM that weights of one shape can have. `sizes`: the inputs of all weights.
-
-    A norm follows outputs that are added to the residual stream, and the gated half of other outputs is
-    multiplied by the next weight. A single weight is an LM head, with neither.
-    """
-    outputs, kinds = weights[0].shape[0], ["linear"]
-    if len(weights) > 1:
-        if outputs in sizes and outputs <= _MAX_SPLIT_OUTPUTS:
-            kinds.append("deferred norm")
-        if outputs % 2 == 0 and outputs // 2 in sizes:
-            kinds.append("gated")
-    return tuple(kinds)
 
 
 class TunedGemm(TorchGemm):
@@ -118,8 +100,8 @@ class TunedGemm(TorchGemm):
         return iter(()) if self._space is None else self._space.storages()
 
     def takes_unnormalised(self, weight: Tensor, num_rows: int) -> bool:
-        chosen = (self._tiling(kind, num_rows, weight) for kind in ("gated", "linear"))
-        return num_rows == 1 and any(tiling is not None and tiling.whole_rows for tiling in chosen)
+        kinds = "norm linear", "norm gated"
+        return any(self._tiling(kind, num_rows, weight) is not None for kind in kinds)
 
     def linear(self, x: Inputs, weight: Tensor) -> Tensor:
         assert isinstance(x, RowInputs)
@@ -127,17 +109,17 @@ class TunedGemm(TorchGemm):
             assert isinstance(x, Tensor)
             return self._batch_invariant_linear(x, weight)
         overlapped = self._overlapped and weight.shape in self._measured_overlapped
-        tiling = self._tiling("overlapped" if overlapped else "linear", x.shape[0], weight)
+        inputs, tiling = self._choice("overlapped" if overlapped else "linear", x, weight)
         if tiling is None:
-            return linear(_normalised(x), weight)
-        return self._skinny(x, weight, tiling)
+            return linear(_normalised(inputs), weight)
+        return self._skinny(inputs, weight, tiling)
 
     def gated(self, x: Inputs, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:
         assert isinstance(x, RowInputs)
-        tiling = self._tiling("gated", x.shape[0], weight)
+        inputs, tiling = self._choice("gated", x, weight)
         if tiling is None:
-            return silu_mul(self.linear(x, weight))
-        return _gated(x, weight, tiling)
+            return silu_mul(self.linear(inputs, weight))
+        return _gated(inputs, weight, tiling)
 
     def linear_norm(
         self, x: Inputs, weight: Tensor, residual: Tensor, norm: Norm
@@ -148,17 +130,27 @@ class TunedGemm(TorchGemm):
         assert isinstance(x, RowInputs)
         return _linear_residual(x, weight, tiling, residual, norm.weight, norm.eps), residual
 
+    def _choice(self, kind: str, x: RowInputs, weight: Tensor) -> tuple[RowInputs, Tiling | None]:
+        """The inputs as the kernel reads them, and its tiling; None if another kernel was faster."""
+        if isinstance(x, UnnormalisedInputs):
+            tiling = self._tiling(f"norm {kind}", x.shape[0], weight)
+            if tiling is not None:
+                return x, tiling
+        inputs = _normalised(x)
+        return inputs, self._tiling(kind, inputs.shape[0], weight)
+
     def _tiling(self, kind: str, rows: int, weight: Tensor) -> Tiling | None:
         """Tiling of the skinny kernel for this GEMM; None if another kernel was faster."""
         if self._batch_invariant or rows > skinny.MAX_ROWS:
             return None
-        return self._chosen.get((kind, weight.shape, _bucket(rows)))
+        return self._chosen.get((kind, weight.shape, bucket(rows)))
 
     def _skinny(self, x: RowInputs, weight: Tensor, tiling: Tiling) -> Tensor:
         if tiling.whole_rows:
             return gemv.linear(x, weight, tiling.outputs)
         assert self._space is not None
-        return skinny.linear(_normalised(x), weight, tiling, self._space)
+        assert isinstance(x, Tensor)
+        return skinny.linear(x, weight, tiling, self._space)
 
     def _batch_invariant_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T by kernels that sum over K in order for any number of rows."""
@@ -183,8 +175,10 @@ class TunedGemm(TorchGemm):
         if self._space is None:  # captured graphs keep its address
             device = next(iter(by_shape.values()))[0].device
             self._space = _workspace(device)
-        sizes = {size for _, size in (*by_shape, *self._measured)}
-        groups = [_Group(group, _kinds(group, sizes)) for group in by_shape.values()]
+        shapes = {*by_shape, *self._measured}
+        groups = [
+            _Group(group, kinds_of(shape, len(group), shapes)) for shape, group in by_shape.items()
+        ]
         unknown = [group for group in groups if not self._recall(group)]
         if unknown:
             with compiling():  # one after the other, dozens of tilings take most of a first start
@@ -196,7 +190,7 @@ class TunedGemm(TorchGemm):
             self._keep(group)
         counts = Counter(kind for kind, *_ in self._chosen)
         chosen = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-        of = f"of {len(_MEASURED_AT) * len(self._measured)} shapes and batch sizes"
+        of = f"of {len(MEASURED_AT) * len(self._measured)} shapes and batch sizes"
         reason = "measured now" if unknown else "measured by an earlier start"
         if self._cache.problem is not None:
             reason += f" ({self._cache.problem})"
@@ -204,7 +198,7 @@ class TunedGemm(TorchGemm):
 
     def _recall(self, group: _Group) -> bool:
         """Take the choices of an earlier start; False: there are none."""
-        found = self._cache.find(group.weights, group.kinds, _KNOWN)
+        found = self._cache.find(group.weights, group.kinds, KNOWN)
         if found is None:
             return False
         shape = group.shape
@@ -230,9 +224,9 @@ class TunedGemm(TorchGemm):
                 by_shape[tuple(weight.shape)].append(weight)
         overlap = {weight.data_ptr(): run for weight, run in weights}
         for shape, group in by_shape.items():
-            for rows in _MEASURED_AT:
+            for rows in MEASURED_AT:
                 x = torch.randn((rows, shape[1]), dtype=group[0].dtype, device=group[0].device)
-                self._tune_shape_overlapped(overlap, shape, group, x)
+                self._tune_shape_overlapped(overlap, group, x)
         self._measured_overlapped.update(by_shape)
         self._adopt()
 
@@ -248,86 +242,91 @@ class TunedGemm(TorchGemm):
         shapes = set(_in_pairs(self._agree(known)))
         own = [
             number
-            for (kind, shape, bucket), tiling in self._chosen.items()
-            for number in (_KINDS.index(kind), *shape, bucket, *astuple(tiling))
+            for (kind, shape, rows), tiling in self._chosen.items()
+            for number in (KINDS.index(kind), *shape, rows, *astuple(tiling))
         ]
         found = self._agree(own)
         chosen = {key: tiling for key, tiling in self._chosen.items() if key[1] not in shapes}
         for at in range(0, len(found), _NUMBERS):
-            kind, n, k, bucket, *tiling = found[at : at + _NUMBERS]
+            kind, n, k, rows, *tiling = found[at : at + _NUMBERS]
             if (n, k) in self._measured:
-                chosen[_KINDS[kind], (n, k), bucket] = Tiling(*tiling)
+                chosen[KINDS[kind], (n, k), rows] = Tiling(*tiling)
         self._chosen = chosen
 
     def _tune_shape_overlapped(
-        self, overlap: dict[int, OverlappedGemm], shape: Shape, group: list[Tensor], x: Tensor
+        self, overlap: dict[int, OverlappedGemm], group: list[Tensor], x: Tensor
     ) -> None:
         def default(weight: Tensor) -> Tensor:
             return overlap[weight.data_ptr()](x, partial(linear, x, weight))
 
-        def skinny_gemm(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
+        def skinny_gemm(x: RowInputs, weight: Tensor, tiling: Tiling) -> Tensor:
+            assert isinstance(x, Tensor)
             return overlap[weight.data_ptr()](x, partial(self._skinny, x, weight, tiling))
 
-        self._try("overlapped", _tilings(shape, x.shape[0]), group, x, default, skinny_gemm)
+        self._try("overlapped", group, x, default, skinny_gemm)
 
     def _tune_groups(self, groups: Iterable[_Group]) -> None:
         for group in groups:
-            for rows in _MEASURED_AT:
+            for rows in MEASURED_AT:
                 self._tune_group(group, rows)
 
     def _tune_group(self, group: _Group, rows: int) -> None:
         """Measure each kind of fused GEMM against the fastest unfused version."""
         weights, (outputs, size) = group.weights, group.shape
         x = torch.randn((rows, size), dtype=weights[0].dtype, device=weights[0].device)
-        tilings = _tilings(group.shape, rows)
-        self._try("linear", tilings, weights, x, lambda w: linear(x, w), self._skinny)
-        if "deferred norm" in group.kinds and rows == 1:
+        self._try("linear", weights, x, lambda w: linear(x, w), self._skinny)
+        if "deferred norm" in group.kinds:
             residual, gains = x.new_zeros((rows, outputs)), x.new_ones(outputs)
 
-            def normless(x: Tensor, weight: Tensor, tiling: Tiling) -> Inputs:
-                return _linear_residual(x, weight, tiling, residual, gains, 1e-5)
+            def normless(x: RowInputs, weight: Tensor, tiling: Tiling) -> Inputs:
+                return _linear_residual(x, weight, tiling, residual, gains, _EPS)
 
             def unfused(weight: Tensor) -> Inputs:
-                return add_rms_norm(self.linear(x, weight), residual, gains, 1e-5)[0]
+                return add_rms_norm(self.linear(x, weight), residual, gains, _EPS)[0]
 
-            few = [
-                each for each in _whole_rows(group.shape) if outputs <= each.outputs * _MAX_TILES
-            ]
-            self._try("deferred norm", few, weights, x, unfused, normless)
+            self._try("deferred norm", weights, x, unfused, normless)
         if "gated" in group.kinds:
-            gates = _GATED if rows <= _FEW_ROWS else _MANY_GATED
-            if rows == 1:
-                gates = _whole_rows(group.shape, tiles=2) or gates
-            self._try("gated", gates, weights, x, lambda w: silu_mul(self.linear(x, w)), _gated)
+            self._try("gated", weights, x, lambda w: silu_mul(self.linear(x, w)), _gated)
+        # Against the norm's kernel, then a GEMM of normalised inputs.
+        before = deferred_norm.allocate(x, _NORM_TILE, x.new_ones(size), _EPS)
+        if "norm linear" in group.kinds:
+            self._try("norm linear", weights, before, partial(self.linear, before), self._skinny)
+        if "norm gated" in group.kinds:
+            unfused = partial(self.gated, before, silu_mul=silu_mul)
+            self._try("norm gated", weights, before, unfused, _gated)
 
     def _try(
         self,
         kind: str,
-        tilings: list[Tiling],
         group: list[Tensor],
-        x: Tensor,
+        x: RowInputs,
         default: Callable[[Tensor], Inputs],
-        skinny_gemm: Callable[[Tensor, Tensor, Tiling], Inputs],
+        skinny_gemm: Callable[[RowInputs, Tensor, Tiling], Inputs],
     ) -> None:
         """Choose the fastest tiling for a kind of GEMM, if it is faster than `default`.
 
         While `compiling`, only compile them.
         """
+        shape = tuple(group[0].shape)
+        tilings = candidates(kind, shape, x.shape[0])
         if is_compiling():
             for tiling in tilings:
                 skinny_gemm(x, group[0], tiling)
+        if is_compiling() or not tilings:
             return
-        margin = _SMALL_MARGIN if group[0].shape[0] <= _SMALL_OUTPUTS else _MARGIN
+        margin = _SMALL_MARGIN if shape[0] <= SMALL_OUTPUTS else _MARGIN
+        if isinstance(x, UnnormalisedInputs):
+            margin = _NORM_MARGIN
         best = margin * _time(group, default)
         for tiling in tilings:
             took = _time(group, partial(_with, tiling, skinny_gemm, x))
             if took < best:
                 best = took
-                self._chosen[kind, group[0].shape, _bucket(x.shape[0])] = tiling
+                self._chosen[kind, shape, bucket(x.shape[0])] = tiling
 
 
 def _workspace(device: torch.device) -> skinny.Workspace:
-    return skinny.Workspace(device, _MAX_SPLIT_OUTPUTS, _TILINGS, _MANY_ROWS)
+    return skinny.Workspace(device, MAX_SPLIT_OUTPUTS, FEW, MANY)
 
 
 def _supports(weight: Tensor) -> bool:
@@ -336,13 +335,18 @@ def _supports(weight: Tensor) -> bool:
 
 
 def _normalised(x: RowInputs) -> Tensor:
-    return x if isinstance(x, Tensor) else x.normalised()
+    if isinstance(x, Tensor):
+        return x
+    normed = rms_norm(x.residual, x.weight, x.eps)
+    assert isinstance(normed, Tensor)
+    return normed
 
 
 def _gated(x: RowInputs, weight: Tensor, tiling: Tiling) -> Tensor:
     if tiling.whole_rows:
         return gemv.gated(x, weight, tiling.outputs)
-    return skinny.gated(_normalised(x), weight, tiling)
+    assert isinstance(x, Tensor)
+    return skinny.gated(x, weight, tiling)
 
 
 def _linear_residual(
@@ -354,32 +358,10 @@ def _linear_residual(
     return into
 
 
-def _tilings(shape: Shape, rows: int) -> list[Tiling]:
-    """The tilings to measure for a GEMM."""
-    whole_rows = _whole_rows(shape) if rows == 1 else []
-    if whole_rows:
-        return whole_rows
-    known = _TILINGS if rows <= _FEW_ROWS else _MANY_ROWS
-    if rows <= _FEW_ROWS and shape[0] <= _SMALL_OUTPUTS:
-        known = known + _SMALL
-    return [tiling for tiling in known if tiling.splits == 1 or shape[0] <= _MAX_SPLIT_OUTPUTS]
-
-
-def _whole_rows(shape: Shape, tiles: int = 1) -> list[Tiling]:
-    """The tilings of whole rows to measure for a GEMM of one row, with so many tiles per program.
-
-    They are faster than all others; without any, a row of the weight does not fit into registers.
-    """
-    if shape[1] > gemv.MAX_SIZE:
-        return []
-    outputs = gemv.MAX_VALUES // (tiles * triton.next_power_of_2(shape[1]))
-    return [tiling for tiling in _WHOLE_ROWS if tiling.outputs <= outputs]
-
-
 def _with(
     tiling: Tiling,
-    skinny_gemm: Callable[[Tensor, Tensor, Tiling], Inputs],
-    x: Tensor,
+    skinny_gemm: Callable[[RowInputs, Tensor, Tiling], Inputs],
+    x: RowInputs,
     weight: Tensor,
 ) -> Inputs:
     return skinny_gemm(x, weight, tiling)
@@ -387,11 +369,6 @@ def _with(
 
 def _in_pairs(numbers: list[int]) -> Iterator[Shape]:
     return zip(numbers[::2], numbers[1::2], strict=True)
-
-
-def _bucket(rows: int) -> int:
-    """The largest row count that shares a choice with `rows`."""
-    return 1 if rows == 1 else 4 if rows <= 4 else skinny.padded(rows)
 
 
 def _rotation(group: list[Tensor]) -> Iterator[Tensor]:

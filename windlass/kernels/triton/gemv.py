@@ -104,15 +104,9 @@ def gated(x: RowInputs, weight: Tensor, outputs: int, scales: Tensor | None = No
     return out
 
 
-def linear_residual(
-    x: RowInputs,
-    weight: Tensor,
-    outputs: int,
-    into: UnnormalisedInputs,
-    scales: Tensor | None = None,
-) -> None:
+def linear_residual(x: RowInputs, weight: Tensor, outputs: int, into: UnnormalisedInputs) -> None:
     """Add x @ weight.T to the residual stream of `into`, and store the sums of squares there."""
-    _launch(x, weight, outputs, scales, into.residual, into.squares)
+    _launch(x, weight, outputs, None, into.residual, into.squares)
 
 
 def _launch(
