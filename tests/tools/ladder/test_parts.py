@@ -157,6 +157,7 @@ def _row(rung: str, mode: str, tok_s: float, **more: Any) -> dict[str, Any]:
             "baseline_tok_s": 10.0,
             "tokens_per_step": 8.0,
             "kv_mean_mib": 2.0,
+            "read_mib": 98.0,
         }
         figures |= {"cached_share": 0.0, "prompt_share": 0.3, "drafted": 0, "accepted": 0}
         figures |= {
@@ -178,8 +179,10 @@ def _row(rung: str, mode: str, tok_s: float, **more: Any) -> dict[str, Any]:
         ("kv", "low", {"kv_token_bytes": 55}, "the cache is 2% of the bytes .* saves 45%"),
         ("prefix", "sat", {}, "no prompt shared a prefix with an earlier one"),
         ("prefix", "sat", {"sat_cached_share": 0.5}, "prompts are only 30% of the computed tok"),
-        ("int4", "sat", {"kernels": ["int4, torch kernel"]}, "has no fast kernel for them"),
+        ("int4", "sat", {"kernels": ["int4, kernel: torch"]}, "has no fast kernel for them"),
         ("int8", "sat", {}, "8 tokens per step share one read of the weights, and the step is"),
+        ("int8", "sat", {}, "the same 98 MiB of weights, but 8 tokens per step"),
+        ("int4", "low", {"low_read_mib": 31.0}, "31 MiB of weights instead of 98 are read for"),
         ("chunked", "low", {}, "no prompt was chunked"),
         ("static", "low", {}, "waits for further requests, which do not arrive"),
     ],

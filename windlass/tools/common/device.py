@@ -117,7 +117,7 @@ def num_weights(layers: Iterable[Linear]) -> int:
 def weight_kernels(network: Network) -> list[str]:
     """Forms and kernels of the decoder's quantised matrices."""
     gemms = (gemm for m in network.modules() if isinstance(m, Linear) for gemm in m.gemms)
-    return list(dict.fromkeys(f"{gemm.form}, {gemm.kernel} kernel" for gemm in gemms))
+    return list(dict.fromkeys(f"{gemm.form}, kernel: {gemm.kernel}" for gemm in gemms))
 
 
 def synchronise(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from windlass.tools.common.device import (
     memory_bytes,
     release_memory,
     reset_peak_memory,
+    traffic_of,
     weight_kernels,
 )
 from windlass.tools.common.drive import EngineRun, OnTokens, run_all
@@ -199,6 +200,9 @@ class Bench:
         ttft, e2el = summary.spreads["ttft"], summary.spreads["e2el"]
         tpot = summary.spreads.get("tpot")
         block_mib = built.report.capacity.bytes_per_block / _MIB
+        tokens_per_step = run.num_output / max(1, run.num_steps)
+        weights = traffic_of(built.weights.network, kv_bytes_per_token=0)
+        read_bytes = weights.step_bytes(mean_kv=0, num_rows=max(1, round(tokens_per_step)))
         dollars = self._price.per_million(summary.output_throughput)
         return {
             "seconds": round(run.duration, 3),
@@ -211,7 +215,8 @@ class Bench:
             "e2e_p50_s": round(e2el.median / 1e3, 3),
             "usd_per_million": None if dollars is None else float(f"{dollars:.3g}"),
             "steps": run.num_steps,
-            "tokens_per_step": round(run.num_output / max(1, run.num_steps), 2),
+            "tokens_per_step": round(tokens_per_step, 2),
+            "read_mib": round(read_bytes / _MIB, 1),
             "cached_share": round(run.num_cached / run.num_prompt, 4),
             "prompt_share": round(
                 run.prompt_tokens_computed / (run.prompt_tokens_computed + run.num_output), 4

@@ -233,9 +233,12 @@ def _prefix(row: Row, below: Row, load: str, ratio: float) -> str:
 
 
 def _weights(row: Row, below: Row, load: str, ratio: float) -> str:
-    sizes = f"{row['weights_mib']:,.0f} MiB of weights instead of {below['weights_mib']:,.0f}"
+    read, before = f"{row[f'{load}_read_mib']:,.0f}", f"{below[f'{load}_read_mib']:,.0f}"
+    sizes = f"{read} MiB of weights instead of {before}"
+    if read == before:
+        sizes = f"the same {read} MiB of weights"
     kernels = " and ".join(row["kernels"]) or "torch GEMMs"
-    if ratio < _BETTER and any("torch kernel" in kernel for kernel in row["kernels"]):
+    if ratio < _BETTER and any("kernel: torch" in kernel for kernel in row["kernels"]):
         return f"{sizes}, but this device has no fast kernel for them ({kernels})"
     if load == "low":
         return f"{sizes} are read for every token ({kernels})"
@@ -247,7 +250,7 @@ def _weights(row: Row, below: Row, load: str, ratio: float) -> str:
 
 def _kv(row: Row, below: Row, load: str, ratio: float) -> str:
     cache = below[f"{load}_kv_mean_mib"]
-    share = cache / max(1e-9, cache + below["weights_mib"])
+    share = cache / max(1e-9, cache + below[f"{load}_read_mib"])
     saved = 1 - row["kv_token_bytes"] / below["kv_token_bytes"]
     text = (
         f"the cache is {share:.0%} of the bytes that a step reads, of which this saves {saved:.0%}"
