@@ -22,7 +22,7 @@ _MOE = "h200-qwen3-30b-a3b"
 _NOTES = (
     "Tokens per second if no other unit is given; decode: of steps in which all requests decode; prefill: "
     "prompt tokens. ratio: the speed of Windlass relative to vLLM, so less than 1 is slower. Each figure of "
-    "Windlass is from the record named in its row, which has its command and commit. int4: vLLM with AWQ; 16-bit copies: --dequantized-copies. "
+    "Windlass is from the record named in its row, which has its command and commit. int4: vLLM with AWQ; no copies: --no-dequantized-copies. "
     "fp8: both with an fp8 KV cache; vLLM's head has 16 bits. Mixtures of experts in fp8 are not compared: "
     "with random weights vLLM's router sent all tokens to few experts."
 )
@@ -80,7 +80,7 @@ FIGURES = (
         decode_b256=23611, mixed=10043,
     ),
     *_figures(
-        "8B int4, 16-bit copies", f"{_LLAMA}-int4-copies", decode_b64=10407, decode_b256=23611,
+        "8B int4, no copies", f"{_LLAMA}-int4-no-copies", decode_b64=10407, decode_b256=23611,
         mixed=10043,
     ),
     Figure("8B bf16", 6.64, "io100000x64x1", f"{_LLAMA}-long", "ttft_p50_ms", "TTFT s"),
