@@ -248,9 +248,9 @@ class SchedulerConfig:
     )
     prompt_rounding: PromptRounding = option(
         "coarse",
-        "Group size of int8 activations in int4 GEMMs on a CPU, for prompt tokens: coarse is one scale "
-        "per 192 values, which is faster with VNNI or NEON; fine one per 32, as for generated tokens. Without "
-        "them, and with AMX, prompts are always fine.",
+        "Rounding of activations in quantised GEMMs on a CPU, for prompt tokens: fine is int8 with one scale per "
+        "32 values, as for generated tokens. coarse is faster: one scale per 192 values for int4 weights with "
+        "VNNI or NEON, and bfloat16 with AMX. On other CPUs prompts are always fine.",
         "--prompt-activation-groups",
     )
     scheduling_policy: PolicyName = option(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.native.test_prompts import has_prompt_gemm
 from tests.models.tiny import Type, write_gguf
 from tests.runner.test_deterministic import CONFIG, PROMPT, SIBLINGS
 from windlass import LLM, SamplingParams
@@ -123,7 +124,7 @@ def test_prompt_quantisation_does_not_depend_on_chunks(tmp_path: Path) -> None:
     for options in ({"max_num_batched_tokens": 17}, {"enforce_eager": True}):
         assert prompt_scores(make(tmp_path, **options)) == coarse
     fine = prompt_scores(make(tmp_path, prompt_rounding="fine"))
-    assert (fine != coarse) == bool(Workers(1).pool.functions.windlass_has_prompt_gemm())
+    assert (fine != coarse) == has_prompt_gemm(Workers(1))
     for one, other in zip(coarse, fine, strict=True):
         assert one == pytest.approx(other, abs=0.1)
 
@@ -174,7 +175,9 @@ def test_the_program_is_close_to_the_reference(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     scores = []
     for options in ({}, {"plain_kernels": True}):
-        results = make(tmp_path, quantization="int8", **options).generate(PROMPTS, params)
+        results = make(tmp_path, quantization="int8", prompt_rounding="fine", **options).generate(
+            PROMPTS, params
+        )
         scores.append([score.logprob for result in results for score in result.prompt_logprobs])
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 

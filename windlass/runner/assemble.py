@@ -362,7 +362,7 @@ class _RunnerBuilder:
         return executors
 
     def _rounds_coarsely(self) -> bool:
-        """Whether prompt activations are quantised coarsely; adds a start-up line."""
+        """Whether prompt activations are rounded coarsely; adds a start-up line."""
         prepared: list[Prepared | ExpertMLP] = []
         for module in self._loaded.network.modules():
             if isinstance(module, Linear):
@@ -373,7 +373,7 @@ class _RunnerBuilder:
         if count == 0:
             return False
         rounding = self._config.scheduler.prompt_rounding
-        held = f"of int4 GEMMs, {count} of {len(prepared)}"
+        held = f"{count} of {len(prepared)} GEMMs"
         self.choices.append(
             Choice("inputs of prompts", f"{rounding} ({held})", "--prompt-rounding")
         )

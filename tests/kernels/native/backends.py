@@ -52,6 +52,11 @@ _BACKENDS = {
             ("-march=cooperlake",),
             _AVX512 | {"avx512_vnni", "avx512_bf16"},
         ),
+        Backend(
+            "AVX-512 VNNI, BF16 and AMX",
+            ("-march=sapphirerapids",),
+            _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+        ),
     ),
     "aarch64": (
         Backend("NEON dot product", ("-march=armv8.2-a+dotprod+nofp16",), _DOT),

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "amx.h"
 #include "api.h"
 #include "selftest_special.h"
 
@@ -245,6 +246,32 @@ void check_special_gemms(WindlassPool* pool) {
   }
 }
 
+#if defined(WINDLASS_AMX)
+
+// A GEMM leaves the AMX registers of the calling thread as it found them.
+void check_tile_configuration(WindlassPool* pool) {
+  struct alignas(64) Config {
+    uint8_t bytes[64] = {};
+  };
+  Config mine, found;
+  mine.bytes[0] = 1;  // the palette
+  mine.bytes[16] = 32, mine.bytes[48] = 3;  // 3 rows of 32 bytes
+  const Case c = make(pool, windlass::kBf16, 33, 96, 96, false, false);
+  const std::vector<float> x(static_cast<size_t>(7 * c.weight.num_in), 1.0f);
+  __asm__ volatile("ldtilecfg %0" ::"m"(mine));
+  gemm(pool, c.weight, x, {0, 0});
+  __asm__ volatile("sttilecfg %0" : "=m"(found));
+  _tile_release();
+  gemm(pool, c.weight, x, {0, 0});
+  Config none, after;
+  __asm__ volatile("sttilecfg %0" : "=m"(after));
+  if (std::memcmp(&mine, &found, 64) == 0 && std::memcmp(&none, &after, 64) == 0) return;
+  std::printf("a GEMM changed the configuration of AMX tiles\n");
+  std::exit(1);
+}
+
+#endif
+
 }  // namespace
 
 // With the argument "gemms" only GEMMs, with fewer rows, on one thread: not all emulators order
@@ -284,6 +311,9 @@ int main(int argc, char** argv) {
     }
   }
   if (all) {
+#if defined(WINDLASS_AMX)
+    if (windlass::amx_allowed()) check_tile_configuration(pool);
+#endif
     selftest::check_operations(pool);
     selftest::check_special(pool);
     check_special_gemms(pool);

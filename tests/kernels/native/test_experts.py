@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.kernels.divided_experts import check_choice, held
 from tests.kernels.native.backends import Backend, runnable
 from tests.kernels.native.test_linear import codebook, int4, int8, table4
+from tests.kernels.native.test_prompts import has_prompt_gemm
 from windlass.kernels.experts import ExpertActivation, ExpertKernels, ExpertWeights, Routing
 from windlass.kernels.native.commands import Step
 from windlass.kernels.native.compiler import find_compilers
@@ -215,7 +216,7 @@ def test_routing(pool: Pool, changes: dict[str, object], has_bias: bool) -> None
 def test_prompt_rows_are_quantised_as_in_a_dense_layer(pool: Pool) -> None:
     weights = weights_of("int4", "int4")
     mlp = NativeExperts(Workers(pool=pool)).prepare(weights, torch.float32)
-    assert mlp.coarse_prompts == bool(pool.functions.windlass_has_prompt_gemm())
+    assert mlp.coarse_prompts == has_prompt_gemm(Workers(pool=pool))
     x, logits = inputs(40)
     decode = mlp.apply(x, logits)
     with prompt(pool, 40, 5, 30):

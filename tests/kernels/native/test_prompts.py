@@ -1,7 +1,8 @@
-"""Prompt GEMMs of int4 weights against their definition, over odd shapes.
+"""Prompt GEMMs against their definitions, over odd shapes.
 
-The definition quantises inputs and weights as the library does, so that only the order of float32 sums may
-differ. The error against the exact GEMM is bounded too.
+int4 weights without AMX: the definition quantises inputs and weights as the library does, so that only the
+order of float32 sums may differ. The error against the exact GEMM is bounded too. With AMX inputs and weights
+are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -15,24 +16,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.native.backends import PORTABLE, Backend
+from tests.kernels.native.backends import PORTABLE, Backend, runnable
 from tests.kernels.native.test_linear import (
     SHAPES,
     SUM_TOLERANCE,
+    codebook,
     heavy_tailed,
     inputs,
     int4,
+    int6,
+    int8,
     quantise_blocks,
 )
 from windlass.kernels.native.commands import Step
 from windlass.kernels.native.compiler import find_compilers
 from windlass.kernels.native.linear import NativeLinear
 from windlass.kernels.native.pool import Pool, Workers
-from windlass.kernels.packed import Int4Group
+from windlass.kernels.packed import Int4Group, Int8Group, Table4
 
 BLOCK = 192  # kPromptBlock of prompt_panels.h
 LIMITS = (4.0, 4.5)  # kOutlier and kOutlierOfOthers of prompt_panels.cpp
 QUANTISED = 0.02  # of the norm of the result: inputs and weights quantised to int8
+ROUNDED = 0.006  # the same with bfloat16
 _COMPILERS, _ = find_compilers()
 
 pytestmark = pytest.mark.skipif(not _COMPILERS, reason="no C++ compiler")
@@ -43,14 +48,30 @@ def any_workers() -> Workers:
     return Workers(2)
 
 
-@pytest.fixture(scope="module")
-def workers(any_workers: Workers, built_pool: Callable[[Backend], Pool]) -> Workers:
-    """With the GEMM: the portable backend's, where this CPU has none."""
+@pytest.fixture(scope="module", params=["blocks", "bfloat16"])
+def workers(
+    request: pytest.FixtureRequest,
+    any_workers: Workers,
+    built_pool: Callable[[Backend], Pool],
+) -> Workers:
+    """With the GEMM: another backend's, where this CPU's backend has none of this kind."""
+    if request.param == "bfloat16":
+        if not rounds_to_bfloat16(any_workers):
+            pytest.skip("no AMX")
+        return any_workers
+    if rounds_to_bfloat16(any_workers):
+        without = [backend for backend in runnable() if "AMX" not in backend.name]
+        return Workers(pool=built_pool(without[-1]))
     return any_workers if has_prompt_gemm(any_workers) else Workers(pool=built_pool(PORTABLE))
 
 
 def has_prompt_gemm(workers: Workers) -> bool:
-    return bool(workers.pool.functions.windlass_has_prompt_gemm())
+    """Whether int4 weights have one."""
+    return NativeLinear(workers).prepare(int4(8, 32, 32, seed=1)).coarse_prompts
+
+
+def rounds_to_bfloat16(workers: Workers) -> bool:
+    return workers.pool.native.simd.endswith("AMX")
 
 
 @contextmanager
@@ -106,13 +127,27 @@ def definition(x: Tensor, form: Int4Group) -> Tensor:
     return total
 
 
-def assert_gemm(found: Tensor, x: Tensor, form: Int4Group) -> None:
+def assert_gemm(workers: Workers, found: Tensor, x: Tensor, form: Int4Group) -> None:
+    if rounds_to_bfloat16(workers):
+        assert_rounded_gemm(found, x, form)
+        return
     weight = form.dequantise().double()
     allowed = SUM_TOLERANCE * (x.double().abs() @ weight.abs().T) + 1e-30
     assert bool(((found.double() - definition(x, form)).abs() <= allowed).all())
     exact = x.double() @ weight.T
     if exact.numel() >= 64:
         assert (found.double() - exact).norm() <= QUANTISED * exact.norm()
+
+
+def assert_rounded_gemm(found: Tensor, x: Tensor, form: Int4Group | Int8Group | Table4) -> None:
+    """bfloat16 has 8 bits: an input and a weight have a relative error of up to 2^-9 each."""
+    weight = form.dequantise().double()
+    step = weight.abs().amax(dim=1, keepdim=True) * 1e-4  # a weight is computed in float32
+    allowed = x.double().abs() @ (weight.abs() * 2.01**-8 + step).T
+    exact = x.double() @ weight.T
+    assert bool(((found.double() - exact).abs() <= allowed + 1e-30).all())
+    if exact.numel() >= 64:
+        assert (found.double() - exact).norm() <= ROUNDED * exact.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,7 +158,33 @@ def test_prompts(workers: Workers, shape: tuple[int, int, int], centred: bool) -
     for rows in (1, 7, 16, 33):
         for x in (inputs(rows, shape[1], seed=rows), heavy_tailed(rows, shape[1], seed=rows)):
             with prompt(workers, rows, (0, rows)):
-                assert_gemm(gemm.apply(x), x, form)
+                assert_gemm(workers, gemm.apply(x), x, form)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (37, 416, 208), (17, 400, 80), (40, 1100, 1100)])
+@pytest.mark.parametrize("kind", ["int6", "int8", "int8 affine", "codebook"])
+def test_other_forms_are_rounded_to_bfloat16(
+    any_workers: Workers, kind: str, shape: tuple[int, int, int]
+) -> None:
+    """Not an LM head: it multiplies few rows of a prompt."""
+    form: Int8Group | Table4
+    if kind == "codebook":
+        form = codebook(*shape, seed=1)
+    elif kind == "int6":
+        form = int6(*shape, seed=2)
+    else:
+        form = int8(*shape, seed=3, affine=kind == "int8 affine")
+    gemm = NativeLinear(any_workers).prepare(form)
+    assert gemm.coarse_prompts == rounds_to_bfloat16(any_workers)
+    if not gemm.coarse_prompts:
+        return
+    x = heavy_tailed(67, shape[1])
+    with prompt(any_workers, 67, (0, 67)):
+        want = gemm.apply(x)
+    assert_rounded_gemm(want, x, form)
+    for rows in (1, 16, 17, 33):
+        with prompt(any_workers, rows, (0, rows)):
+            assert torch.equal(gemm.apply(x[:rows]), want[:rows])
 
 
 def test_permuted_columns(workers: Workers) -> None:
@@ -131,7 +192,8 @@ def test_permuted_columns(workers: Workers) -> None:
     form = replace(int4(21, 416, 32, seed=5), perm=order)
     x = heavy_tailed(9, 416)
     with prompt(workers, 9, (0, 9)):
-        assert_gemm(NativeLinear(workers).prepare(form).apply(x), x, form)
+        found = NativeLinear(workers).prepare(form).apply(x)
+    assert_gemm(workers, found, x, form)
 
 
 def test_a_cpu_without_the_gemm_multiplies_prompts_as_other_rows(any_workers: Workers) -> None:

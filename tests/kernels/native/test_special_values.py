@@ -435,6 +435,16 @@ def test_six_bits_give_the_bits_of_eight(pool: Pool, affine: bool) -> None:
         assert torch.equal(six.rows(ids), eight.rows(ids))
 
 
+def test_inputs_near_the_largest_float_stay_finite(pool: Pool) -> None:
+    """They lie beyond the largest bfloat16 value."""
+    weight = normal(21, 224, seed=9).bfloat16() * 2.0**-80
+    x = inputs(7, 224)
+    x[::2, 50] = torch.finfo(torch.float32).max
+    x[1, 50] = torch.finfo(torch.float32).min
+    got, want = NativeLinear(Workers(2, pool)).prepare(weight).apply(x), reference_gemm(x, weight)
+    assert bool(((got - want).abs() <= 1e-5 * (x.abs() @ weight.float().abs().T)).all())
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
 def test_gemms_with_special_weights(pool: Pool, name: str) -> None:
     """One special value in every second output, and only those that stay finite in 16 bits."""

@@ -181,8 +181,9 @@ class NativeGemm(RowReader):
 
     @property
     def coarse_prompts(self) -> bool:
-        is_int4 = self._weight.kind == _Kind.INT4
-        return is_int4 and bool(self._pool.functions.windlass_has_prompt_gemm())
+        if self.activation != "none":  # the format defines how activations are quantised
+            return False
+        return bool(self._pool.functions.windlass_has_prompt_gemm(self._reference))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self._data, self._perm, self._table, self.input_scale
@@ -258,9 +259,8 @@ def _not_finite(name: str, tensor: Tensor | None) -> str | None:
 
 def _keeps_16_bits(pool: Pool, weight: Tensor) -> bool:
     """Whether the library can keep an unquantised weight in its dtype."""
-    if weight.dtype != torch.float16 or weight.is_meta:
-        return True
-    if pool.functions.windlass_reads_nonfinite_f16():
+    kind = {torch.float16: _Kind.F16, torch.bfloat16: _Kind.BF16}.get(weight.dtype)
+    if kind is None or weight.is_meta or pool.functions.windlass_reads_nonfinite(kind):
         return True
     return all(bool(extreme.isfinite()) for extreme in weight.aminmax())
 

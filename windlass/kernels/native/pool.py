@@ -167,9 +167,9 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the signatures of src/api.h."""
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     functions.windlass_has_prompt_gemm.restype = int32
-    functions.windlass_has_prompt_gemm.argtypes = ()
-    functions.windlass_reads_nonfinite_f16.restype = int32
-    functions.windlass_reads_nonfinite_f16.argtypes = ()
+    functions.windlass_has_prompt_gemm.argtypes = (pointer,)
+    functions.windlass_reads_nonfinite.restype = int32
+    functions.windlass_reads_nonfinite.argtypes = (int32,)
     functions.windlass_pool_new.restype = pointer
     functions.windlass_pool_new.argtypes = (int32, int32)
     functions.windlass_pool_bind.restype = int32

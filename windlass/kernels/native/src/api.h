@@ -14,12 +14,13 @@ typedef struct WindlassPool WindlassPool;
 // Returns the name of the instruction set that the library was compiled for.
 const char* windlass_simd(void);
 
-// Whether int4 weights quantise the activations of prompt tokens with a GEMM of their own.
-int32_t windlass_has_prompt_gemm(void);
+// Whether a weight multiplies prompt tokens with a GEMM that rounds activations in another way.
+int32_t windlass_has_prompt_gemm(const WindlassWeight* w);
 
-// Whether GEMMs propagate NaN and infinity in float16 weights. Where load_f16_fast is a shift, they
-// would become values from 65536 on.
-int32_t windlass_reads_nonfinite_f16(void);
+// Whether GEMMs propagate NaN and infinity in weights of a kind. Where load_f16_fast is a shift, those of float16
+// become numbers from 65536 on. Where inputs are split into two bfloat16 values, infinity times a residual of
+// zero, or of another sign, is NaN.
+int32_t windlass_reads_nonfinite(int32_t kind);
 
 // Creates a pool of `threads` threads, the caller included. Returns null if the system refuses
 // threads.

@@ -286,8 +286,8 @@ bool run_tokens(const Run& run, const WindlassExperts& experts, PromptTokens& pr
 
 bool run_experts(const Run& run) {
   const WindlassExperts& experts = *run.model_tensor<WindlassExperts>(0);
-  const bool has_int4 = experts.gate_up->kind == kInt4 || experts.down->kind == kInt4;
-  PromptTokens prompts(run, (run.size(0) & kStepRows) && has_int4);
+  const bool has_prompts = has_prompt_gemm(*experts.gate_up) || has_prompt_gemm(*experts.down);
+  PromptTokens prompts(run, (run.size(0) & kStepRows) && has_prompts);
   const int at_once = std::max(1, kMaxPairs / experts.top_k);
   for (int first = 0; first < run.rows; first += at_once) {
     const int count = std::min(at_once, run.rows - first);

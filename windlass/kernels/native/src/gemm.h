@@ -25,7 +25,7 @@ struct GemmArgs {
   // Outliers by input, for every chunk of panels; null below kMinUnpackRows.
   const uint8_t* columns = nullptr;
   size_t column_bytes = 0;
-  // Int8 codes of all rows in the AMX layout, or null: see amx.h.
+  // All rows in the AMX layout, or null: see amx.h.
   const uint8_t* amx_panels = nullptr;
   int panels_per_chunk = 1;  // panels multiplied with one tile before the next
   int planes = 1;  // panel rows per row of y: 1 or 2
@@ -155,14 +155,6 @@ inline void each_panel(const GemmArgs& job, int first, int last, const Body& bod
   }
 }
 
-// Calls body(first panel, rows) for groups of 16 rows in panels [first, last).
-template <class Body>
-inline void each_amx_group(const GemmArgs& job, int first, int last, const Body& body) {
-  for (int p = first; p < last; p += kAmxPanels) {
-    body(p, std::min(kAmxRows, std::min(last * kPanelRows, job.rows) - p * kPanelRows));
-  }
-}
-
 inline void add_bias(const GemmArgs& job, Target to, int tile, int rows) {
   const int width = std::min(kTile, job.w.num_out - tile * kTile);
   for (int m = 0; m < rows; ++m) {
@@ -171,12 +163,21 @@ inline void add_bias(const GemmArgs& job, Target to, int tile, int rows) {
   }
 }
 
-// Calls body(tile, first panel, last panel, target) for the whole GEMM on all threads. Gated
-// outputs are computed several tiles at a time: with few rows enough tiles that gate and up are
-// read in long runs; with many rows two tiles, which fill a cache line, since more would be evicted
-// before the second half.
-template <class Body>
-inline void each_chunk(const GemmArgs& job, const Body& body) {
+// Up to N adjacent tiles, and the target of the first: those of the next tiles lie `next` floats apart.
+struct TileRange {
+  int first, count;
+  Target to;
+  int next;
+
+  Target target(int i) const { return {to.first + i * next, to.stride, to.row}; }
+};
+
+// Calls body(session, tiles, first panel, last panel) for the whole GEMM on all threads, with up to N
+// tiles at a time. A thread constructs a Session before it starts. Gated outputs are computed several
+// tiles at a time: with few rows enough tiles that gate and up are read in long runs; with many rows two
+// tiles, which fill a cache line, since more would be evicted before the second half.
+template <class Session, int N, class Body>
+inline void each_tiles(const GemmArgs& job, const Body& body) {
   const bool is_gated = job.active != nullptr;
   const int half = job.w.num_out / 2;
   const int tiles = num_tiles(job.w) / (is_gated ? 2 : 1);
@@ -187,11 +188,14 @@ inline void each_chunk(const GemmArgs& job, const Body& body) {
   // Smaller work is done before another thread has started. The last shares are small, so that
   // threads finish together.
   const int min_grain = std::max(1, chunks / (job.pool.threads() * 128));
-  const int grain = work < (64 << 10) ? chunks : min_grain;
+  const int64_t work_per_chunk = work / chunks;
+  const int session = static_cast<int>(std::min<int64_t>(8, Session::kMinWork / std::max<int64_t>(1, work_per_chunk)));
+  const int grain = work < (64 << 10) ? chunks : round_up(std::max(min_grain, session), N);
   const int tiles_at_once = job.rows < kMinUnpackRows ? 16 : 2;
   job.pool.each(chunks, grain, [&](int begin, int end) {
     constexpr int buffer_size = 2 * kMaxPanels * kPanelRows * kTile;
     alignas(64) float gates[buffer_size], up[buffer_size];
+    Session session;
     for (int i = begin, count; i < end; i += count) {
       const int tile = i % tiles, first = i / tiles * panels_per_chunk;
       const int last = std::min(first + panels_per_chunk, panels);
@@ -200,9 +204,13 @@ inline void each_chunk(const GemmArgs& job, const Body& body) {
       count = std::min(end - i, tiles - tile);
       if (is_gated) count = std::min(count, tiles_at_once - tile % tiles_at_once);
       const auto compute = [&](int from, Target to, int next) {
-        for (int t = from; t < from + count; ++t, to.first += next) {
-          body(t, first, last, to);
-          if (job.bias != nullptr) add_bias(job, to, t, rows);
+        for (int t = from; t < from + count; t += N) {
+          const TileRange at{t, std::min(N, from + count - t), to, next};
+          body(session, at, first, last);
+          for (int n = 0; n < at.count; ++n) {
+            if (job.bias != nullptr) add_bias(job, at.target(n), t + n, rows);
+          }
+          to.first += N * next;
         }
       };
       if (!is_gated) {
@@ -224,6 +232,18 @@ inline void each_chunk(const GemmArgs& job, const Body& body) {
       };
       count == 2 ? copy_rows(std::integral_constant<int, 2>{}) : copy_rows(count);
     }
+  });
+}
+
+struct NoSession {
+  static constexpr int64_t kMinWork = 0;
+};
+
+// Calls body(tile, first panel, last panel, target) for the whole GEMM on all threads.
+template <class Body>
+inline void each_chunk(const GemmArgs& job, const Body& body) {
+  each_tiles<NoSession, 1>(job, [&](NoSession, const TileRange& tile, int first, int last) WINDLASS_INLINED {
+    body(tile.first, first, last, tile.to);
   });
 }
 

@@ -10,9 +10,19 @@ namespace windlass {
 GemmInputs::GemmInputs(const Weight& w, int rows, bool is_prompt, bool has_scales)
     : w_(w),
       rows_(rows),
-      is_prompt_(is_prompt && w.kind == kInt4 && has_prompt_gemm()),
+      is_prompt_(is_prompt && has_prompt_gemm(w) && !has_scales),
       split_(kSplitsInputs && w.kind == kBf16),
+      uses_amx_(kHasAmx && amx_allowed() && (split_ || is_prompt_)),
       max_outliers_(is_prompt_ ? max_prompt_outliers(w) : is_integer(w) ? max_outliers(w) : 0) {
+  if (uses_amx_) {
+    planes_ = split_ ? 2 : 1;
+    panel_rows = kPanelRows / planes_;
+    panels = ceil_div(rows, panel_rows);
+    constexpr size_t l2_bytes = 1 << 20;
+    panels_per_chunk_ = choose_panels_per_chunk(rows * planes_, amx_bytes(w) / kAmxPanels, l2_bytes, kMaxPanels);
+    bytes = amx_bytes(w) * static_cast<size_t>(ceil_div(panels, kAmxPanels));
+    return;
+  }
   // int8 and int6 weights keep 15 bits of their inputs, unless quantise_once is set. For codes with a given
   // scale the format defines the quantisation, so there is no residual.
   const bool integer = is_integer(w), quantises = integer && !has_scales;
@@ -34,16 +44,16 @@ GemmInputs::GemmInputs(const Weight& w, int rows, bool is_prompt, bool has_scale
   const bool gathers = is_prompt_ || (outlier_bytes_ > 0 && rows >= kMinUnpackRows);
   column_bytes_ =
       gathers ? windlass::column_bytes(w, max_outliers_, panels_per_chunk_ * kPanelRows) : 0;
-  // Float sums must be the same for any number of rows; integer sums always are.
-  uses_amx_ = kHasAmx && amx_allowed() && !is_prompt_ &&
-              (split_ || (integer && rows * planes_ >= kMinUnpackRows));
-  bytes = amx_at();
-  if (uses_amx_) bytes += amx_bytes(w) * static_cast<size_t>(ceil_div(panels, kAmxPanels));
+  bytes = columns_at() + column_bytes_ * static_cast<size_t>(chunks_);
   bytes = (bytes + 63) / 64 * 64;
 }
 
 void GemmInputs::fill(int panel, const float* x, const float* scales, uint8_t* memory) const {
   const int count = num_rows(panel);
+  if (uses_amx_) {
+    const size_t group = static_cast<size_t>(panel / kAmxPanels) * amx_bytes(w_);
+    return fill_amx_panel(w_, x, count, planes_, panel % kAmxPanels, memory + group);
+  }
   uint8_t* to = memory + static_cast<size_t>(panel) * panel_bytes_;
   uint8_t* outliers = nullptr;
   if (outlier_bytes_ > 0) {
@@ -58,10 +68,6 @@ void GemmInputs::fill(int panel, const float* x, const float* scales, uint8_t* m
     fill_bf16_panel(w_, x, count, to);
   } else {
     fill_float_panel(w_, x, count, to);
-  }
-  if (uses_amx_) {
-    const size_t amx_panel = static_cast<size_t>(panel / kAmxPanels) * amx_bytes(w_);
-    copy_to_amx(w_, to, panel % kAmxPanels, memory + amx_at() + amx_panel);
   }
 }
 
@@ -87,7 +93,10 @@ void GemmInputs::multiply(GemmArgs job, const uint8_t* memory) const {
     job.columns = memory + columns_at();
     job.column_bytes = column_bytes_;
   }
-  if (uses_amx_) job.amx_panels = memory + amx_at();
+  if (uses_amx_) {
+    job.amx_panels = memory;
+    return bf16_gemm(job);
+  }
   if (is_prompt_) return prompt_gemm(job);
   is_integer(w_) ? int_gemm(job) : split_ ? bf16_gemm(job) : float_gemm(job);
 }

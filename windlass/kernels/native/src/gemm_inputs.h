@@ -6,23 +6,26 @@
 
 namespace windlass {
 
-// Whether int4 weights multiply prompt rows with a GEMM of their own. AMX multiplies blocks faster
-// than other instructions multiply prompt blocks. Without VNNI the signs of requantised codes cost
-// more instructions than the scales of blocks.
+// Whether a weight multiplies prompt rows with a GEMM of their own: with AMX in bfloat16 (bf16_gemm.cpp), else
+// quantised in blocks of 192 inputs, and only int4 weights (prompt.cpp). Without VNNI the signs of requantised
+// codes cost more instructions than the scales of blocks. An LM head multiplies few rows of a prompt.
+inline bool has_prompt_gemm(const Weight& w) {
+  if (kHasAmx && amx_allowed()) return has_nibbles(w) || (has_int8_values(w) && !w.quantise_once);
 #if defined(WINDLASS_WORD_SUMS)
-constexpr bool has_prompt_gemm() { return false; }
+  return false;
 #else
-inline bool has_prompt_gemm() { return !(kHasAmx && amx_allowed()); }
+  return w.kind == kInt4;
 #endif
+}
 
 // The sizes of the memory, which the caller allocates: `bytes` of it, aligned to 64 bytes.
 class GemmInputs {
  public:
-  // Only int4 weights distinguish prompt rows. With `has_scales` x holds int8 codes already.
+  // Only weights with a prompt GEMM distinguish prompt rows. With `has_scales` x holds int8 codes already.
   GemmInputs(const Weight& w, int rows, bool is_prompt, bool has_scales);
 
-  int panels;
-  int panel_rows;  // rows of x per panel
+  int panels = 0;
+  int panel_rows = kPanelRows;  // rows of x per panel
   size_t bytes;
 
   int first_row(int panel) const { return panel * panel_rows; }
@@ -43,19 +46,16 @@ class GemmInputs {
   size_t columns_at() const {
     return outliers_at() + (outlier_bytes_ * static_cast<size_t>(rows_) + 63) / 64 * 64;
   }
-  size_t amx_at() const {
-    return columns_at() + (column_bytes_ * static_cast<size_t>(chunks_) + 63) / 64 * 64;
-  }
 
   const Weight& w_;
   int rows_;
   bool is_prompt_;
   bool split_;  // into rows of bfloat16
   bool uses_amx_;  // AMX layout: see amx.h
-  int planes_;  // panel rows per row of x
+  int planes_ = 1;  // panel rows per row of x
   int max_outliers_;
-  size_t panel_bytes_, outlier_bytes_, column_bytes_;
-  int panels_per_chunk_, chunks_;
+  size_t panel_bytes_ = 0, outlier_bytes_ = 0, column_bytes_ = 0;
+  int panels_per_chunk_ = 1, chunks_ = 1;
 };
 
 }  // namespace windlass

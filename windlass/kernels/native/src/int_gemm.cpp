@@ -8,7 +8,6 @@
 
 #include "dots.h"
 #include "gemm.h"
-#include "int_amx.h"
 #include "int_tile.h"
 #include "int_unpack.h"
 #include "panels.h"
@@ -386,19 +385,12 @@ void many_rows(const GemmArgs& job) {
         x.sums += begin / group * kPanelRows;
         return x;
       };
-      if (kHasAmx && job.amx_panels != nullptr) {
-        each_amx_group(job, first, last, [&](int p, int rows) {
-          const int8_t* x = reinterpret_cast<const int8_t*>(job.amx_panel(p)) + begin * kAmxRows;
-          multiply_amx<BLOCK, OFFSETS>(tile, panel, p, x, rows, sums[p - first]);
-        });
-      } else {
-        each_panel(job, first, last, [&](auto rows, int p) {
-          prefetch_output(job, to, p);
-          if (!unpacks) prefetch_next_tile(packed.codes + tiles.bytes, tiles.bytes, p - first,
-                                           last - first);
-          multiply_unpacked<rows, BLOCK, OFFSETS>(tile, panel(p), sums[p - first]);
-        });
-      }
+      each_panel(job, first, last, [&](auto rows, int p) {
+        prefetch_output(job, to, p);
+        if (!unpacks) prefetch_next_tile(packed.codes + tiles.bytes, tiles.bytes, p - first,
+                                         last - first);
+        multiply_unpacked<rows, BLOCK, OFFSETS>(tile, panel(p), sums[p - first]);
+      });
       outlier_sums.multiply(begin, end, [&](const auto& o) WINDLASS_INLINED {
         const Floats scale = load(tile.scales + (o.group - begin / group) * kTile);
         return weight_at<Coding::kBytes, OFFSETS>(job.w, tile.codes, o.input - begin, scale);
@@ -434,22 +426,16 @@ void dispatch_rows(const GemmArgs& job) {
       if (job.w.kind == kInt8) return paired_rows<Coding::kBytes, OFFSETS>(job);
     }
     if constexpr (kKeepsNibbles) {
-      if (job.w.kind == kInt4 && job.amx_panels == nullptr) {
-        return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
-      }
+      if (job.w.kind == kInt4) return packed_rows<BLOCK, Coding::kNibbles, OFFSETS>(job);
     }
     if constexpr (kManyRegisters) {
-      if (job.amx_panels == nullptr) {
-        if (job.w.kind == kInt8) return packed_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
-        if constexpr (!OFFSETS) {
-          if (job.w.kind == kCodebook4) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
-        }
+      if (job.w.kind == kInt8) return packed_rows<BLOCK, Coding::kBytes, OFFSETS>(job);
+      if constexpr (!OFFSETS) {
+        if (job.w.kind == kCodebook4) return packed_rows<BLOCK, Coding::kCodebook, false>(job);
       }
     }
     if constexpr (kKeepsSixBits) {
-      if (job.w.kind == kInt6 && job.amx_panels == nullptr) {
-        return packed_rows<BLOCK, Coding::kSixBits, OFFSETS>(job);
-      }
+      if (job.w.kind == kInt6) return packed_rows<BLOCK, Coding::kSixBits, OFFSETS>(job);
     }
     return many_rows<BLOCK, OFFSETS>(job);
   }

@@ -66,7 +66,7 @@ bool run_rows(const LinearRows& rows, bool is_prompt) {
 // Splits rows into runs of prompt rows and others: mostly there is at most one of each.
 bool run_linear(const Run& run) {
   const Weight& w = *run.model_tensor<Weight>(0);
-  PromptTokens prompts(run, (run.size(2) & kStepRows) && w.kind == kInt4);
+  PromptTokens prompts(run, (run.size(2) & kStepRows) && has_prompt_gemm(w));
   for (int row = 0, end; row < run.rows; row = end) {
     const bool is_prompt = prompts.has(row);
     for (end = row + 1; end < run.rows && prompts.has(end) == is_prompt;) ++end;
@@ -85,9 +85,12 @@ const char* windlass_simd(void) {
   return "AVX-512 VNNI and BF16 (the system does not allow AMX)";
 }
 
-int32_t windlass_has_prompt_gemm(void) { return windlass::has_prompt_gemm() ? 1 : 0; }
+int32_t windlass_has_prompt_gemm(const WindlassWeight* w) { return windlass::has_prompt_gemm(*w) ? 1 : 0; }
 
-int32_t windlass_reads_nonfinite_f16(void) { return windlass::kF16Unit == 1.0f ? 1 : 0; }
+int32_t windlass_reads_nonfinite(int32_t kind) {
+  if (kind == windlass::kF16) return windlass::kF16Unit == 1.0f ? 1 : 0;
+  return kind != windlass::kBf16 || !windlass::kSplitsInputs ? 1 : 0;
+}
 
 WindlassPool* windlass_pool_new(int32_t threads, int32_t spin_us) {
   try {

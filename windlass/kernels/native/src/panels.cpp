@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "amx.h"
 #include "four_rows_neon.h"
 #include "simd.h"
 #include "vector_math.h"
@@ -281,12 +282,14 @@ void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory
 
 namespace {
 
-// Returns the nearest bfloat16, ties to even, and its value; NaN stays NaN.
+// Returns the nearest bfloat16, ties to even, and its value; NaN stays NaN, and numbers stay finite.
 uint16_t nearest_bf16(float x, float& value) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   const bool number = (bits & 0x7fffffff) <= 0x7f800000;
+  const bool finite = (bits & 0x7f800000) != 0x7f800000;
   bits = number ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000 : 0x7fc00000;
+  if (finite && (bits & 0x7f800000) == 0x7f800000) bits -= 0x10000;
   std::memcpy(&value, &bits, 4);
   return static_cast<uint16_t>(bits >> 16);
 }
@@ -312,5 +315,49 @@ void fill_bf16_panel(const Weight& w, const float* x, int rows, uint8_t* memory)
     }
   }
 }
+
+#if defined(WINDLASS_AMX)
+
+namespace {
+
+// Rounds 16 values to the nearest bfloat16; values beyond its range stay finite.
+WINDLASS_INLINE __m256i round_16(__m512 x) {
+  const __m512 largest = _mm512_castsi512_ps(_mm512_set1_epi32(0x7f7f0000));
+  const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+  const __m512 low = _mm512_mask_min_ps(x, finite, x, largest);
+  return (__m256i)_mm512_cvtneps_pbh(_mm512_mask_max_ps(x, finite, low, -largest));
+}
+
+}  // namespace
+
+void fill_amx_panel(const Weight& w, const float* x, int rows, int planes, int index, uint8_t* memory) {
+  constexpr int wide = 32;
+  uint16_t* out = reinterpret_cast<uint16_t*>(memory) + index * kPanelRows * wide;
+  const int padded = amx_inputs(w);
+  for (int m = 0; m < rows; ++m, x += w.num_in, out += planes * wide) {
+    for (int k = 0; k < padded; k += wide) {
+      float scratch[wide];
+      const float* from = inputs_of(w, x, k, wide, scratch);
+      for (int i = 0; i < wide; i += 16) {
+        uint16_t* const to = out + k * kAmxRows + i;
+        const __m512 input = _mm512_loadu_ps(from + i);
+        const __m256i near = round_16(input);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), near);
+        if (planes == 1) continue;
+        const __m512 value = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16));
+        // The residual of NaN and infinity is 0.
+        const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(value), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+        const __m256i residual = round_16(_mm512_maskz_sub_ps(finite, input, value));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + wide), residual);
+      }
+    }
+  }
+}
+
+#else
+
+void fill_amx_panel(const Weight&, const float*, int, int, int, uint8_t*) {}
+
+#endif
 
 }  // namespace windlass

@@ -71,4 +71,8 @@ void fill_float_panel(const Weight& w, const float* x, int rows, uint8_t* memory
 size_t bf16_panel_bytes(const Weight& w);
 void fill_bf16_panel(const Weight& w, const float* x, int rows, uint8_t* memory);
 
+// Rows of a panel rounded to bfloat16, or with two planes split into two rows each. `memory` holds 16 rows in the
+// AMX layout (amx.h), of which this is panel `index`.
+void fill_amx_panel(const Weight& w, const float* x, int rows, int planes, int index, uint8_t* memory);
+
 }  // namespace windlass

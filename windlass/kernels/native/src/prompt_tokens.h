@@ -12,7 +12,7 @@ class PromptTokens {
   PromptTokens(const Run& run, bool applies)
       : step_(run.step),
         of_all_(run.command.rows == kTokens || run.rows == run.step.num_tokens),
-        left_(applies && has_prompt_gemm() ? run.step.num_prompts : 0),
+        left_(applies ? run.step.num_prompts : 0),
         next_(run.step.prompts) {}
 
   bool has(int row) {
