@@ -86,6 +86,24 @@ def test_launches_only_compile_and_a_later_start_finds_the_kernels() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_a_kernel_that_does_not_compile_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
+    tiling = Tiling(16, stages=2)
+    space = skinny.Workspace(x.device, 64, [tiling], [tiling])
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("triton.backends.nvidia.compiler.CUDABackend.make_cubin", fail)
+    with counted(), compiling():
+        skinny.linear(x, weight, tiling, space)
+    (record,) = caplog.records
+    assert "not compiled before its first launch: OSError('no space left')" in record.message
+
+
+@pytest.mark.usefixtures("hopper")
 def test_whole_steps_only_compile() -> None:
     x, weight = torch.randn(1, 128).bfloat16(), torch.randn(64, 128).bfloat16()
     tiling = Tiling(16, stages=2)

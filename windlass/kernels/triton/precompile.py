@@ -6,10 +6,11 @@ ptxas, without Python's lock, so threads compile several at a time.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -23,7 +24,24 @@ from triton.runtime import JITFunction
 
 from windlass.kernels.compile_only import compile_only
 
+logger = logging.getLogger(__name__)
+
 _MAX_THREADS = 16
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that log why a kernel does not compile. Its first launch compiles it, or raises the error."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_logged, fn, *args, **kwargs)
+
+
+def _logged(compile_kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return compile_kernel(*args, **kwargs)
+    except Exception as error:
+        logger.warning("a kernel is not compiled before its first launch: %r", error)
+        raise
 
 
 @contextmanager
@@ -35,8 +53,7 @@ def compiling() -> Iterator[Callable[[], None]]:
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with (
         compile_only(),
-        ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool,
-        # The launch will report errors.
+        _Compilers(threads, thread_name_prefix="compile") as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
     ):
         yield partial(_wait_for_first, mode)
