@@ -106,6 +106,11 @@ def test_random_weights_have_no_quality(windlass: Windlass, tiny: Path, tmp_path
     assert "No quality: the weights are random" in shown
     remarks = shown.partition("- everything: ")[2]
     assert re.search(r"saturation: \d+\.\d\dx continuous batching\.", remarks)
+    del rows[1]["sat_read_mib"]  # as an earlier version wrote it
+    output.write_text(json.dumps({**json.loads(output.read_text()), "rows": rows}))
+    command = (*dummy, "--rungs", "fp8,everything", "--workload", "random", "--low-rate", 50)
+    assert f"{output} already has 2 of 3 rows" in windlass(*command)
+    assert json.loads(output.read_text())["rows"][1]["sat_read_mib"] > 0
     again = windlass(*dummy, "--rungs", "naive", code=2)
     assert "has results of another run (rungs, workload" in again
 

@@ -111,7 +111,8 @@ class TunedGemm(TorchGemm):
         overlapped = self._overlapped and weight.shape in self._measured_overlapped
         inputs, tiling = self._choice("overlapped" if overlapped else "linear", x, weight)
         if tiling is None:
-            return linear(_normalised(inputs), weight)
+            assert isinstance(inputs, Tensor)
+            return linear(inputs, weight)
         return self._skinny(inputs, weight, tiling)
 
     def gated(self, x: Inputs, weight: Tensor, silu_mul: Callable[[Outputs], Inputs]) -> Inputs:

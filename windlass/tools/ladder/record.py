@@ -75,6 +75,12 @@ def make_record(rows: Sequence[Row], settings: dict[str, Any], num_left: int) ->
     return Record(name="ladder", rows=made, notes=notes, settings=settings)
 
 
+def is_measured(row: Row) -> bool:
+    """Whether a row has all figures: not those of an earlier version, or of weights that were missing."""
+    loads = [load for load in LOAD_NAMES if f"{load}_tok_s" in row]
+    return "reason" not in row and all(f"{load}_read_mib" in row for load in loads)
+
+
 def _with_speedups(row: Row, base: Row | None, has_awq: bool) -> Row:
     row["label"] = row["title"]
     if row["mode"] in ("stacked", "alone") and row["kind"] not in ("batching", "all"):

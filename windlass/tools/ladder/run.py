@@ -20,7 +20,7 @@ from windlass.tools.eval.data import Corpus, read_corpus, short_corpus
 from windlass.tools.eval.windows import Cut
 from windlass.tools.ladder.measure import Bench
 from windlass.tools.ladder.progress import ProgressBar, progress_bar
-from windlass.tools.ladder.record import make_record
+from windlass.tools.ladder.record import is_measured, make_record
 from windlass.tools.ladder.rungs import BASE_WEIGHTS, Variant, all_rungs, choose, make_variants
 from windlass.tools.ladder.weights import LadderWeights, WeightInputs
 from windlass.tools.ladder.workload import LadderLoad, WorkloadMix, find_loads
@@ -102,7 +102,7 @@ class Ladder:
         self._settings = json.loads(json.dumps(self._make_settings(), default=str))
         # Rows without figures are measured again.
         before = saved_rows(config.output, "ladder", self._settings)
-        self._rows = {f"{row['rung']}, {row['mode']}": row for row in before if "reason" not in row}
+        self._rows = {f"{row['rung']}, {row['mode']}": row for row in before if is_measured(row)}
 
     @property
     def todo(self) -> list[Variant]:
